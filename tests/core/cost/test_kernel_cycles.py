@@ -7,13 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from tests.core.cost.programs import LOOPS
-from tests.core.plan.test_search import REQUEST, measured
 from tpuport.core.cost import kernel_cycles as kernels
 from tpuport.core.cost.hlo import Instruction, parse
 from tpuport.core.cost.kernel_cycles import (
@@ -22,16 +20,8 @@ from tpuport.core.cost.kernel_cycles import (
     keep_schedules,
 )
 from tpuport.core.cost.kernel_worker import usual
-from tpuport.core.enums import Dtype
 from tpuport.core.mesh.chips import chip
-from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import parse_topology, smallest_of
-from tpuport.core.plan import planner
-from tpuport.core.plan.plan import Plan
-from tpuport.core.plan.planner import Planner
-from tpuport.core.spec.request import Request
-from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.spec.tiling import TilingDecision
 
 PROGRAM = parse(LOOPS).computations["main"]
 CALL, OPERANDS = PROGRAM["kernel.1"], [PROGRAM["x"], PROGRAM["x"]]
@@ -114,112 +104,6 @@ def test_each_stage_has_the_kernels_that_it_calls(
     assert [path.name for path in (tmp_path / "dump").iterdir()] == names
     (use,) = second.uses.values()
     assert names == [f"kernel-{use.key[:8]}"]
-
-
-class Small(Planner):
-    """A planner whose programs call the kernel with some of its operands."""
-
-    calls: ClassVar[dict[tuple[str, str], int]] = {
-        ("dp=4,sp=1,tp=1", "denoise"): 1,
-        ("dp=1,sp=1,tp=4", "denoise"): 2,
-        ("dp=1,sp=1,tp=4", "decode"): 0,
-    }
-    #: Of decode in tiles.
-    small: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        self.say = self.reporter.say
-        self.chip, self.devices = chip("v6e"), [None] * 4
-        self._tiling, self.written = {}, []
-
-    def check_mesh(self, spec: MeshSpec) -> None:
-        assert spec.size == 4
-
-    def request(self, spec: MeshSpec) -> Request:
-        return REQUEST
-
-    def sharding_plans(self, spec: MeshSpec) -> tuple[Any, ...]:
-        return ()
-
-    def _flags(self, stages: Any) -> tuple[str, ...]:
-        return ()
-
-    def programs(self, spec: MeshSpec, request: Any, stages: Any) -> Any:
-        for stage in stages:
-            count = self.calls[str(spec), stage]
-            asked = SimpleNamespace(stage=stage, label=f"{stage}/run")
-            one = {"asked": asked, "forget": lambda: None}
-            if stage == "denoise":
-                yield SimpleNamespace(**one, count=count, size=10.0, tiling=None)
-                continue
-            tiling = TilingDecision(stage=stage, asked="auto", tiles="2 tiles")
-            yield SimpleNamespace(**one, count=count, size=40.0, tiling=tiling)
-            tiling = replace(tiling, tiled=True)
-            yield SimpleNamespace(**one, count=self.small, size=4.0, tiling=tiling)
-            self._tiling[stage] = tiling
-
-
-@pytest.fixture
-def small(
-    compiled: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Small:
-    def compiles(program: Any, *where: Any, keep_text: bool) -> Any:
-        where[-1](CALL, OPERANDS[: program.count])
-        hlo = "HloModule" if keep_text else ""
-        return measured(program.size, 0.5, stage=program.asked.stage, hlo=hlo)
-
-    monkeypatch.setattr(planner, "measure", compiles)
-    monkeypatch.setattr(planner, "choices", lambda port: {})
-    known: Any = {
-        "port": SimpleNamespace(name="m", blocks="native"),
-        "variant": SimpleNamespace(name="v"),
-        "checkpoint": SimpleNamespace(source="w"),
-        "topology": parse_topology("v6e-4"),
-        "ask": None,
-    }
-    return Small(
-        **known,
-        settings=RunSettings(dtype=Dtype.BFLOAT16),
-        cache=tmp_path / "cache",
-        dump=tmp_path / "dump",
-    )
-
-
-def told(plan: Plan) -> list[float]:
-    """The cycles of the kernels of a plan, and that its files have them."""
-    names = {f"{use['name']}-{use['key'][:8]}" for use in plan.kernels}
-    assert names <= set(plan.files)
-    return [use["cycles"] for use in plan.kernels]
-
-
-def test_a_plan_has_the_kernels_of_its_own_mesh(small: Small, tmp_path: Path) -> None:
-    first = small.plan(MeshSpec(dp=4), stages=["denoise"])
-    second = small.plan(MeshSpec(tp=4), stages=["denoise"])
-    assert (told(first), told(second)) == ([1000.0], [2000.0])
-    assert len(first.files) == len(second.files) == 3
-    # Of a search the dump has all that was compiled, and that is known, too.
-    assert {path.name for path in (tmp_path / "dump").iterdir()} == set(small.written)
-    assert set(small.written) == {*first.files, *second.files}
-    assert len(small.written) == 6
-
-
-def test_what_is_tried_only_leaves_nothing_in_the_dump(
-    small: Small, tmp_path: Path
-) -> None:
-    plan = small.plan(MeshSpec(dp=4), stages=["denoise"], keep=False)
-    assert [use["cycles"] for use in plan.kernels] == [1000.0]
-    assert plan.files == small.written == []
-    assert not (tmp_path / "dump").exists()
-
-
-def test_a_stage_in_tiles_has_its_own_kernels_beside_those_of_the_others(
-    small: Small, tmp_path: Path
-) -> None:
-    plan = small.plan(MeshSpec(tp=4), stages=["denoise", "decode"])
-    assert plan.fits
-    # 2000 are of decode untiled, which does not run.
-    assert told(plan) == [1000.0, 3000.0]
-    assert {path.name for path in (tmp_path / "dump").iterdir()} == set(small.written)
 
 
 def test_a_kernel_by_itself_may_take_what_it_may_in_its_program(

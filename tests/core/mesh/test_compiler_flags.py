@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import pytest
+import torch
 
 import tpuport
-from tests.core.heard import Heard, installed_toy
+from tests.core.heard import Heard
 from tests.processes import run_python
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import CHIPS
@@ -116,15 +117,13 @@ def test_other_devices_have_none(other: Any) -> None:
     assert chosen.texts == ()
 
 
-def test_a_session_says_which_flag_is_the_users(
-    monkeypatch: pytest.MonkeyPatch, cache_dir: Path
-) -> None:
+def test_a_port_says_which_flag_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{VMEM}=16384")
     chosen = flags_for(device("TPU v6 lite"))
-    monkeypatch.setattr("tpuport.core.run.session.flags_for", lambda device: chosen)
+    monkeypatch.setattr("tpuport.core.seam.seam.flags_for", lambda device: chosen)
     heard = Heard()
-    with installed_toy(), tpuport.load("toy", cache_dir=cache_dir, reporter=heard):
-        (ours,) = (flag for flag in choose_flags("v6e").applied if flag.name == VMEM)
+    tpuport.port(torch.nn.Linear(1, 1), reporter=heard)
+    (ours,) = (flag for flag in choose_flags("v6e").applied if flag.name == VMEM)
     assert heard.about("compiler flag") == [
         f"compiler flag --{VMEM}=16384 is yours; tpuport's own {ours.text} is left out"
     ]
@@ -138,15 +137,12 @@ def test_programs_of_this_machine_carry_no_option_of_another() -> None:
 
 PROGRAM = """
 import json, os, sys
-from types import SimpleNamespace
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from tpuport.core.compat import shard_map
 from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.programs.lowering import Traceable
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.spec.stage import Program
 from tpuport.core.mesh.slices import parse_topology, topology_devices
 
 def lowered(topology):
@@ -155,7 +151,7 @@ def lowered(topology):
     mesh = build_mesh(MeshSpec(sp=len(devices)), devices)
     whole = NamedSharding(mesh, P())
 
-    def work(model, carry, constants, inputs):
+    def work(constants, inputs):
         def turn(x, factor):
             heads = jax.lax.all_to_all(x, "sp", 1, 0, tiled=True)
             rows = jax.lax.all_to_all(jnp.cos(heads), "sp", 0, 1, tiled=True)
@@ -164,29 +160,17 @@ def lowered(topology):
             return jax.lax.scan(turn, x, factors)[0]
         split = P("sp")
         run = shard_map(rounds, mesh=mesh, in_specs=(split, P()), out_specs=split)
-        return carry, run(inputs, constants)
+        return run(inputs, constants)
 
     def array(*shape, spec):
         placed = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed)
 
-    loaded = SimpleNamespace(
-        ported=SimpleNamespace(
-            bind=lambda weights: weights,
-            runtime=SimpleNamespace(platform="tpu", records=[], convolutions=[]),
-        ),
-        weights={},
-        replicated=NamedSharding(mesh, P()),
-    )
-    program = Program(component="x", fn=work, donate=False)
     factors = array(2, 1024, 1024, spec=P())
     rows = array(len(devices) * 512, 1024, spec=P("sp"))
     def lower_for(stage):
-        asked = Traceable(
-            stage=stage, name="step", program=program, loaded=loaded,
-            args=({}, factors, rows),
-        )
-        return asked.trace().lower()
+        options = flags_for(devices[0], stage).options or None
+        return jax.jit(work, compiler_options=options).lower(factors, rows)
 
     return devices[0], lower_for("denoise"), lower_for("decode")
 

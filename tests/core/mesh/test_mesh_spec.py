@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import AXES, MeshSpec, auto_mesh
+from tpuport.core.mesh.mesh_spec import AXES, MeshSpec
 from tpuport.errors import MeshError
 
 EXAMPLE = 'write for example "dp=2,tp=4" or "2,1,4" (dp, sp, tp)'
@@ -192,71 +192,6 @@ class TestResolve:
         )
 
 
-class TestValidate:
-    def test_a_mesh_that_divides_the_heads_passes(self) -> None:
-        spec = MeshSpec(dp=2, sp=3, tp=4)
-        heads = {"transformer": 48, "text_encoder": 64}
-        spec.validate(heads=heads)
-        MeshSpec(dp=7, tp=7).validate(heads={})
-        # The same mesh is refused as soon as one of them does not fit.
-        assert "tp=4" in message(spec.validate, heads={**heads, "b": 30})
-
-    def test_heads_that_do_not_divide_are_named_with_the_legal_tp(self) -> None:
-        spec = MeshSpec(tp=4)
-        assert message(
-            spec.validate,
-            heads={"transformer": 30, "text_encoder": 64, "refiner": 18},
-        ) == (
-            "mesh dp=1,sp=1,tp=4: tp=4 does not divide the 30 heads of transformer, "
-            "18 heads of refiner; legal tp values: 1, 2 "
-            "(sp, which splits tokens, takes any degree)"
-        )
-
-    def test_an_open_mesh_cannot_be_validated(self) -> None:
-        assert "resolve" in message(MeshSpec(tp=-1).validate, heads={})
-
-
-class TestAutoMesh:
-    @pytest.mark.parametrize(
-        ("devices", "heads", "batch", "chosen"),
-        [
-            pytest.param(1, {"a": 48}, 2, "dp=1,sp=1,tp=1", id="one device"),
-            pytest.param(8, {"a": 48}, 2, "dp=2,sp=1,tp=4", id="even batch"),
-            pytest.param(8, {"a": 48}, 1, "dp=1,sp=1,tp=8", id="odd batch"),
-            pytest.param(8, {"a": 48}, None, "dp=1,sp=1,tp=8", id="no batch"),
-            pytest.param(7, {"a": 14}, 2, "dp=1,sp=1,tp=7", id="odd devices"),
-            pytest.param(8, {"a": 48, "b": 6}, 2, "dp=2,sp=2,tp=2", id="gcd"),
-            pytest.param(8, {"a": 3}, 1, "dp=1,sp=8,tp=1", id="heads do not fit"),
-            pytest.param(8, {"a": 2}, 2, "dp=2,sp=2,tp=2", id="rest on sp"),
-            pytest.param(8, {"a": 5, "b": 7}, 1, "dp=1,sp=8,tp=1", id="coprime heads"),
-            pytest.param(8, None, 2, "dp=2,sp=1,tp=4", id="no heads"),
-            pytest.param(8, {}, 1, "dp=1,sp=1,tp=8", id="empty heads"),
-        ],
-    )
-    def test_the_choice(
-        self,
-        devices: int,
-        heads: dict[str, int] | None,
-        batch: int | None,
-        chosen: str,
-    ) -> None:
-        assert str(auto_mesh(devices, heads=heads, batch=batch)) == chosen
-
-    def test_the_choice_is_always_legal(self) -> None:
-        for devices in range(1, 17):
-            for heads in (1, 5, 12, 24, 30, 48):
-                for batch in (1, 2, 3, 6):
-                    spec = auto_mesh(devices, heads={"a": heads}, batch=batch)
-                    spec.validate(heads={"a": heads})
-                    assert batch % spec.dp == 0
-                    assert spec.resolve(devices).size == devices
-
-    def test_no_device_is_refused(self) -> None:
-        assert message(auto_mesh, 0, heads=None, batch=None) == (
-            "a mesh needs devices, there are 0"
-        )
-
-
 class TestBuildMesh:
     def test_axes_order_and_type(self) -> None:
         import jax
@@ -289,11 +224,6 @@ class TestBuildMesh:
         assert message(build_mesh, MeshSpec(tp=16)) == (
             "mesh dp=1,sp=1,tp=16 needs 16 devices, there are 8; try dp=1,sp=1,tp=8"
         )
-
-
-def test_no_tp_is_offered_that_is_more_than_the_devices() -> None:
-    with pytest.raises(MeshError, match=r"legal tp values: 1, 2, 4, 8 \("):
-        MeshSpec(tp=5).validate(heads={"t": 16}, devices=8)
 
 
 def test_a_mesh_of_another_form_is_not_counted() -> None:

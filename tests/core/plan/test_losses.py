@@ -46,7 +46,6 @@ def plan_of(rows: list[Row], attention: list[dict[str, Any]]) -> Plan:
     stage = StagePlan(name="denoise", programs=(program,), chip=V6E, steps=2)
     return Plan(
         model="LTXPipeline",
-        variant="",
         weights="",
         topology="v6e-8",
         chip=V6E,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
-import tpuport
-from tests.core.spec.toys import installed_toy
 from tpuport.core.mesh.device_memory import plan_of
 from tpuport.core.reports import memory_table
 from tpuport.core.run.memory_report import MemoryLog
@@ -42,7 +38,7 @@ def product() -> Any:
 def test_what_the_backend_counts_is_told_as_it_is() -> None:
     devices = [Counted(0, 3 * MIB, 5 * MIB), Counted(1, 2 * MIB, 7 * MIB)]
     log = MemoryLog(devices)
-    log.begins("a run", "denoise", "step")
+    log.begins("denoise", "step")
     log.ended("denoise", 0, "step", product())
     devices[1].stats["bytes_in_use"] = 4 * MIB
     log.ended("denoise", 1, "step", product())
@@ -58,7 +54,7 @@ def test_what_the_backend_counts_is_told_as_it_is() -> None:
 
 def test_without_a_count_the_plan_of_the_program_stands_in() -> None:
     log = MemoryLog(jax.devices()[:1])
-    log.begins("a run", "denoise", "step")
+    log.begins("denoise", "step")
     log.ended("denoise", 4, "step", product())
     (call,) = log.calls("denoise")
     assert call["source"] == "planned"
@@ -74,7 +70,7 @@ def test_without_a_count_the_plan_of_the_program_stands_in() -> None:
 
 def test_what_has_no_plan_is_unknown() -> None:
     log = MemoryLog(jax.devices()[:1])
-    log.begins("a run", "decode", "chunk")
+    log.begins("decode", "chunk")
     log.ended("decode", 0, "next", lambda *args: None)
     (call,) = log.calls("decode")
     assert (call["source"], call["devices"], call["parts"]) == ("unknown", (), {})
@@ -85,7 +81,7 @@ def test_what_has_no_plan_is_unknown() -> None:
 def test_calls_that_are_alike_make_one_line_of_their_fullest_device() -> None:
     devices = [Counted(n, 2 * MIB, 3 * 2**30) for n in range(4)]
     log = MemoryLog(devices)
-    log.begins("a run", "denoise", "step")
+    log.begins("denoise", "step")
     for call in range(5):
         if call == 3:
             devices[2].stats["bytes_in_use"] = 9 * MIB
@@ -97,81 +93,18 @@ def test_calls_that_are_alike_make_one_line_of_their_fullest_device() -> None:
     ]
 
 
-def reports(cache: Path, **options: Any) -> dict[str, Any]:
-    with (
-        installed_toy(),
-        tpuport.load("toy", cache_dir=cache, keep_loaded=False, **options) as session,
-    ):
-        report = session.generate("a cat").report
-        assert report.as_dict()["stages"][1]["memory"] == report.stages[1].memory
-        return {stage.stage: stage for stage in report.stages}
-
-
-@pytest.mark.parametrize("mesh", [None, "dp=1,sp=1,tp=2"])
-def test_a_session_tells_it_for_every_call(mesh: str | None, tmp_path: Path) -> None:
-    made = reports(tmp_path, memory_report=True, mesh=mesh)
-    assert [len(made[n].memory) for n in ("encode", "denoise", "decode")] == [1, 3, 1]
-    names = ["cpu:0", "cpu:1"] if mesh else ["cpu:0"]
-    for call in made["denoise"].memory:
-        assert call["source"] == "planned"
-        assert [device["device"] for device in call["devices"]] == names
-    assert [d["device"] for d in made["decode"].memory[0]["devices"]] == names
-    # The same from executables that another process left.
-    again = reports(tmp_path, memory_report=True, mesh=mesh)
-    assert all(c.loaded for stage in again.values() for c in stage.compiles)
-    for name, stage in made.items():
-        assert again[name].memory == stage.memory
-        assert stage.memory[0]["devices"][0]["in_use"] > 0
-
-
-def test_an_error_tells_what_was_gathered_until_then(tmp_path: Path) -> None:
-    def full(first: int, frames: Any) -> None:
-        raise OSError("disk full")
-
-    def notes(**options: Any) -> list[str]:
-        with pytest.raises(OSError, match="disk full") as caught:
-            session.generate("a cat", on_frames=full, **options)
-        return [n for n in getattr(caught.value, "__notes__", []) if "memory" in n]
-
-    with (
-        installed_toy(),
-        tpuport.load("toy", cache_dir=tmp_path, memory_report=True) as session,
-    ):
-        (note,) = notes()
-        lines = note.splitlines()
-        assert lines[0] == "memory until then:"
-        # The stages that ended well, and the one that did not.
-        names = [line.split()[0] for line in lines[2:-1]]
-        assert names == ["encode", "denoise", "decode"]
-        assert "step 1-3" in note
-        assert lines[-1].lstrip().startswith("planned: ")
-        # The same run again tells of itself, and a good one leaves nothing behind.
-        assert notes() == [note]
-        session.generate("a cat")
-        assert session.executor._memory.text() == ""
-    with installed_toy(), tpuport.load("toy", cache_dir=tmp_path) as session:
-        assert notes() == []
-
-
-def test_a_run_forgets_what_is_not_of_it() -> None:
-    call = None
+def test_all_of_a_run_is_told_for_people() -> None:
     log = MemoryLog(jax.devices()[:1])
-    stages = ("encode", "denoise", "decode")
-
-    def told() -> list[str]:
-        return [stage for stage in stages if stage in log.text()]
-
-    for stage in stages:
-        log.begins("a run", stage, "step")
-        log.ended(stage, 0, "program", call)
-    assert told() == [*stages]
-    log.begins("a run", "denoise", "step")
-    assert told() == ["encode"]
-    log.ended("denoise", 0, "program", call)
-    assert told() == ["encode", "denoise"]
-    log.begins("another run", "decode", "step")
     assert log.text() == ""
-
-
-def test_nothing_is_told_that_was_not_asked_for(tmp_path: Path) -> None:
-    assert all(stage.memory == () for stage in reports(tmp_path).values())
+    for stage in ("encode", "denoise"):
+        log.begins(stage, "step")
+        for call in range(3):
+            log.ended(stage, call, "step", product())
+    lines = log.text().splitlines()
+    assert lines[0] == "memory until then:"
+    assert [line.split()[0] for line in lines[2:-1]] == ["encode", "denoise"]
+    assert "step 1-3" in log.text()
+    assert lines[-1].lstrip().startswith("planned: ")
+    # A stage that begins again tells of itself.
+    log.begins("denoise", "step")
+    assert "denoise" not in log.text()

@@ -11,7 +11,6 @@ from tpuport.core.reports import CompileReport, RunReport, StageReport
 def run_report(*stages: StageReport, **changes: Any) -> RunReport:
     fields: dict[str, Any] = {
         "model": "a",
-        "variant": "b",
         "weights": "demo",
         "platform": "cpu",
         "mesh": "dp=1,sp=1,tp=1",
@@ -25,31 +24,14 @@ def run_report(*stages: StageReport, **changes: Any) -> RunReport:
     return RunReport(stages=stages, **{**fields, **changes})
 
 
-def stage(attention: dict[str, Any] | None = None, **changes: Any) -> StageReport:
+def stage(**changes: Any) -> StageReport:
     fields: dict[str, Any] = {
         "stage": "denoise",
         "backend": "tpuport",
         "unit": "step",
         "total_seconds": 2.0,
-        "attention": (attention,) if attention else (),
     }
     return StageReport(**{**fields, **changes})
-
-
-def test_what_became_of_a_choice_that_does_not_run_is_told() -> None:
-    notice = "jax passed over (why); blockwise runs, without block_q=128"
-    record = {"implementation": "blockwise", "blocks": {}, "notice": notice}
-    rows = dict(run_report(stage(record)).summary())
-    assert rows["cut"] == f"denoise: {notice}"
-    kept = {"implementation": "blockwise", "blocks": {}}
-    assert dict(run_report(stage(kept)).summary())["cut"] == "nothing"
-
-
-def test_what_was_cut_is_told() -> None:
-    lost = stage(stage="encode", cut=("a prompt is 30 tokens long",) * 2)
-    tiled = {"tiled": True, "line": "decode: in 2 x 3 tiles"}
-    rows = run_report(lost, stage(tiling=tiled)).summary()
-    assert dict(rows)["cut"] == "a prompt is 30 tokens long; decode: in 2 x 3 tiles"
 
 
 def test_what_people_look_for_comes_last() -> None:
@@ -66,7 +48,6 @@ def test_what_people_look_for_comes_last() -> None:
     )  # fmt: skip
     assert run_report(other, denoise).summary() == [
         ("compiled", "1 program in 1.5 s"),
-        ("cut", "nothing"),
         ("a step", "0.5 s, after the first"),
         ("in all", "9.0 s: start-up 3.5, decode 3.5, denoise 2.0"),
     ]

@@ -3,46 +3,69 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tpuport
-from tests.models.cogvideox.test_components import transformer_inputs
-from tests.models.conftest import make_transformer
-from tests.models.ported import entry_of
+from tests.core.tracing.test_forward_split import Plain, given
 from tests.tolerances import TOLERANCES
+from tpuport.core.seam import module_weights
+from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.ported import seam_of
 from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.core.weights.gathering import gathered, undivided
+from tpuport.core.weights import gathering
+from tpuport.core.weights.gathering import gathered
 from tpuport.core.weights.sharding import ShardRule, WeightInfo, plan_sharding
 
-STACKED = "transformer_blocks.*.ff.net.0.proj.weight"
+STACKED = "model.transformer_blocks.*.ff.net.0.proj.weight"
+
+
+@pytest.fixture
+def _crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device has room for weights, and small ones count too."""
+    monkeypatch.setattr(module_weights, "room_for_weights", lambda devices: 0)
+    monkeypatch.setattr(gathering, "SMALLEST", 1)
+
+
+def entry_of(ported: torch.nn.Module) -> Entry:
+    return seam_of(ported).entries["Plain"]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("blocks", ["native", "upstream"])
+@pytest.mark.usefixtures("_crowded")
 @pytest.mark.parametrize(
-    ("mesh", "parts"), [("sp=4", 4), ("dp=2", 2), ("dp=2,sp=2,tp=2", 4)]
+    ("mesh", "parts"), [("sp=4", 4), ("dp=2", 2), ("dp=2,sp=2", 4)]
 )
-def test_gathered_weights_give_the_same(mesh: str, parts: int, blocks: str) -> None:
-    module, inputs = make_transformer("5b"), transformer_inputs("5b", 2)
-    whole = tpuport.port(module, mesh=mesh, blocks=blocks)
-    program = tpuport.port(module, mesh=mesh, sharding="gathered", blocks=blocks)
-    found, expected = program(**inputs).sample, module(**inputs).sample
+def test_gathered_weights_give_the_same(mesh: str, parts: int) -> None:
+    module = Plain()
+    inputs = [torch.from_numpy(np.array(x)) for x in given()]
+    program = tpuport.port(module, mesh=mesh)
+    found, expected = program(*inputs), module(*inputs)
     assert float((found - expected).abs().max()) <= TOLERANCES["component float32"]
-    entry = entry_of(program)
+    entry: Any = entry_of(program)
     assert entry._weights is not None
     array = entry._weights[STACKED]
     assert array.addressable_shards[0].data.size == array.size // parts
-    whole(**inputs)
-    assert entry.bytes_per_device < entry_of(whole).bytes_per_device
-    held = sum(w.addressable_shards[0].data.nbytes for w in entry._weights.values())
+    assert entry.plan is not None
+    held = sum(
+        array.addressable_shards[0].data.nbytes
+        for name, array in entry._weights.items()
+        if entry._ported.arrays[name][0] in entry.plan.assignments
+    )
     assert held == entry.bytes_per_device
+    # One block's weight is gathered at a time, never all of them.
+    (made,) = entry.programs
+    (compiled,) = made.runs.values()
+    gathers = re.findall(r"= f32\[([\d,]+)\][^\n]* all-gather\(", compiled.as_text())
+    shapes = {tuple(int(n) for n in dims.split(",")) for dims in gathers}
+    assert array.shape[1:] in shapes or (1, *array.shape[1:]) in shapes
+    assert array.shape not in shapes
 
 
-def planned(mesh: str, room: float, layout: str = "default") -> Any:
+def planned(mesh: str, room: float) -> Any:
     """A plan of two stacked blocks, of 64 MiB each, and 8 MiB beside them."""
     sizes = {"dp": 1, "sp": 1, "tp": 1}
     sizes |= {k: int(v) for k, v in (part.split("=") for part in mesh.split(","))}
@@ -57,7 +80,7 @@ def planned(mesh: str, room: float, layout: str = "default") -> Any:
     plan = plan_sharding(rules, weights, sizes, component="tower")
     module = Tower()
     return gathered(
-        replace(plan, layout=layout),
+        plan,
         PortedModule(module, None, ("blocks",)),
         weights,
         room=room,  # type: ignore[arg-type]
@@ -101,36 +124,7 @@ def test_parts_are_as_many_as_needed(
     assert plan.held.get("blocks.1.weight") == spec
     assert "blocks.1.bias" not in plan.held
     assert "last.weight" not in plan.held
-    # What is whole although it is too much is told, where an axis could have parts.
-    told = undivided(plan, room=room * MIB)
-    whole = spec is None and plan.bytes_per_device > room * MIB
-    assert bool(told) == (whole and "sp" in mesh)
-    assert ("divides by sp=3; " in told) == (mesh == "sp=3")
-
-
-def test_the_layout_gathers_what_would_fit() -> None:
-    plan = planned("dp=2,sp=4", 1e12, "gathered")
-    assert plan.gathered_over == ("sp",)
-    assert plan.gathered_bytes_per_device == 128 * MIB * 3 // 4
-    whole = planned("dp=2,sp=4", 1e12)
-    assert whole.bytes_per_device - plan.bytes_per_device == 96 * MIB
-    assert any("2 weights in parts over sp" in line for line in plan.remarks())
-    assert plan.as_dict()["gathered"]["weights"] == 2
-
-
-@torch.no_grad()
-def test_a_block_is_gathered_when_its_turn_comes() -> None:
-    module, inputs = make_transformer("5b"), transformer_inputs("5b", 2)
-    program = tpuport.port(module, mesh="sp=4", sharding="gathered")
-    assert program(**inputs).sample.isfinite().all()  # a call waits until it is read
-    entry = entry_of(program)
-    (made,) = entry.programs
-    (compiled,) = made.runs.values()
-    text = compiled.as_text()
-    assert entry._weights is not None
-    stack = entry._weights[STACKED].shape
-    gathers = re.findall(r"= f32\[([\d,]+)\][^\n]* all-gather\(", text)
-    shapes = {tuple(int(n) for n in dims.split(",")) for dims in gathers}
-    # One block's weight, with or without its leading dim; never all of them.
-    assert stack[1:] in shapes or (1, *stack[1:]) in shapes
-    assert stack not in shapes
+    whole = planned(mesh, 1e12).bytes_per_device
+    assert whole - plan.bytes_per_device == plan.gathered_bytes_per_device
+    assert any("weights in parts over" in line for line in plan.remarks()) == bool(over)
+    assert plan.as_dict()["gathered"]["weights"] == (2 if over else 0)

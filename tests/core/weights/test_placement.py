@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import shutil
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,21 +16,15 @@ from jax.sharding import PartitionSpec
 
 from tests.core.tracing.towers import Tower, tower
 from tpuport.core.arrays import array_dtype, to_numpy
-from tpuport.core.enums import Dtype
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.programs.components import Components
-from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import placement
-from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
-from tpuport.errors import PluginError, ShardingError
-from tpuport.plugins import get_port
+from tpuport.errors import ShardingError
 
-ROOT = Path(__file__).resolve().parents[3]
 RULES = (
     ShardRule(pattern=r"blocks\.\d+\.linear\.weight", spec=(None, "tp")),
     ShardRule(pattern=r"blocks\.\d+\.mix\.weight", spec=("tp", None)),
@@ -56,12 +44,12 @@ def planned(
 
 
 def abstract(
-    ported: PortedModule, plan: ShardingPlan, mesh: Any, **options: Any
+    ported: PortedModule, plan: ShardingPlan, mesh: Any
 ) -> dict[str, jax.ShapeDtypeStruct]:
     def dtype(name: str, tensor: torch.Tensor) -> Any:
         return array_dtype(tensor)
 
-    return abstract_weights(ported, plan, mesh, dtype, **options)
+    return abstract_weights(ported, plan, mesh, dtype)
 
 
 def test_a_stack_is_split_as_its_blocks_are() -> None:
@@ -89,17 +77,6 @@ def test_blocks_of_a_stack_that_are_split_differently_are_refused() -> None:
         abstract(*planned(tower(count=3), rules))
     assert "blocks.1.mix.weight is split by" in str(caught.value)
     assert "blocks.*.mix.weight" in str(caught.value)
-
-
-def test_a_part_of_a_stack_cannot_be_loaded_by_itself() -> None:
-    case = planned(tower(count=3))
-    none = abstract(*case, used=lambda name: not name.startswith("blocks."))
-    assert "blocks.*.mix.weight" not in none
-    assert "inlet.weight" in none
-    with pytest.raises(
-        PluginError, match=r"blocks\.0\.linear\.weight is loaded and not"
-    ):
-        abstract(*case, used=lambda name: not name.startswith("blocks.2."))
 
 
 @pytest.mark.parametrize("gathered", [0, placement.GATHERED_BYTES])
@@ -173,118 +150,3 @@ def test_a_layer_is_written_into_the_memory_of_its_stack() -> None:
     memory = write.lower(stack, layer, 0).compile().memory_analysis()
     assert memory.alias_size_in_bytes == COUNT * LAYER // 2
     assert memory.temp_size_in_bytes < LAYER
-
-
-# ------------------------------------------------------------------ of a checkpoint
-
-
-def components(folder: Path, mesh: str, dtype: Dtype = Dtype.FLOAT32) -> Components:
-    return Components(
-        get_port("cogvideox"),
-        Checkpoint(folder, str(folder)),
-        build_mesh(MeshSpec.parse(mesh)),
-        RunSettings(dtype=dtype),
-    )
-
-
-@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae"])
-def test_what_is_abstract_is_what_is_loaded(
-    name: str, demo_folder: Path, tmp_path: Path
-) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(
-        demo_folder, bare, ignore=shutil.ignore_patterns("*.safetensors*", "*.model")
-    )
-    expected = components(demo_folder, "dp=1,tp=2", Dtype.BFLOAT16).load(name)
-    found = components(bare, "dp=1,tp=2", Dtype.BFLOAT16).abstract(name)
-    assert found.plan == expected.plan
-    assert found.replicated == expected.replicated
-    assert set(found.weights) == set(expected.weights)
-    for key, array in expected.weights.items():
-        struct = found.weights[key]
-        assert (struct.shape, struct.dtype) == (array.shape, array.dtype)
-        assert struct.sharding == array.sharding
-    assert any("*" in key for key in found.weights) == (name == "transformer")
-    decode = get_port("cogvideox").stage("decode").loads["vae"]
-    if name == "vae":
-        part = components(bare, "dp=1,tp=2", Dtype.BFLOAT16).abstract(name, decode)
-        assert 0 < len(part.weights) < len(found.weights)
-
-
-MEASURED = """
-import json, sys, threading
-import torch
-from pathlib import Path
-from safetensors.torch import save_file
-import tests.core.weights.test_placement as own
-from tpuport.core.weights import placement
-from tpuport.core.programs.components import Components
-
-def resident():
-    # What no file backs: pages of the checkpoint's mapping are not memory held.
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("RssAnon"):
-                return int(line.split()[1]) * 1024
-
-component = own.components(Path(sys.argv[1]), "dp=1,tp=2")
-component.load("text_encoder")
-before, highest, done = resident(), 0, threading.Event()
-def watch():
-    global highest
-    while not done.wait(0.002):
-        highest = max(highest, resident())
-thread = threading.Thread(target=watch)
-thread.start()
-loaded = component.load("transformer")
-done.set()
-thread.join()
-total = sum(
-    shard.data.nbytes for a in loaded.weights.values() for shard in a.addressable_shards
-)
-print(json.dumps({"total": total, "peak": highest - before}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_stacked_weights_do_not_double_the_memory_of_loading(
-    demo_folder: Path, tmp_path: Path
-) -> None:
-    from diffusers import CogVideoXTransformer3DModel
-
-    found: list[dict[str, int]] = []
-    for layers in (6, 18):
-        folder = tmp_path / str(layers)
-        shutil.copytree(demo_folder, folder)
-        shutil.rmtree(folder / "transformer")
-        config = json.loads((demo_folder / "transformer/config.json").read_text())
-        config |= {"num_attention_heads": 12, "attention_head_dim": 64}
-        module = CogVideoXTransformer3DModel.from_config(
-            config | {"num_layers": layers}
-        )
-        module.save_pretrained(folder / "transformer", max_shard_size="100MB")
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURED, str(folder)],
-            env=os.environ
-            | {
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-                "PYTHONPATH": str(ROOT),
-                # What is freed goes back to the system, so that it is not counted.
-                "MALLOC_MMAP_THRESHOLD_": "65536",
-            },
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    # On the CPU the devices' memory is the host's, and the little programs that fill
-    # the stacks take some; but twelve layers more take the bytes of twelve layers.
-    few, many = found
-    more = many["total"] - few["total"]
-    assert more > 300e6
-    assert many["peak"] - few["peak"] < 1.1 * more
-    assert many["peak"] < 1.4 * many["total"]

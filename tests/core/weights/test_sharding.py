@@ -35,7 +35,7 @@ WEIGHTS = {
     }.items()
 }
 
-UP = ShardRule(pattern=r"blocks\.\d+\.up\.weight", spec=("tp", None), note="outputs")
+UP = ShardRule(pattern=r"blocks\.\d+\.up\.weight", spec=("tp", None))
 UP_BIAS = ShardRule(pattern=r"blocks\.\d+\.up\.bias", spec=("tp",))
 DOWN = ShardRule(pattern=r"blocks\.\d+\.down\.weight", spec=(None, "tp"))
 NORM = ShardRule(pattern=r"blocks\.\d+\.norm\.scale", spec=())
@@ -284,7 +284,6 @@ class TestReport:
             "spec": ["tp", None],
             "matches": 2,
             "bytes": 512,
-            "note": "outputs",
         }
         assert "assignments" not in out
 

@@ -262,8 +262,9 @@ class PipelineFolder:
             weights: of all components must be there.
 
         Raises:
-            WeightsError: a component's class does not exist, is code of its own, or its
-                weights are missing, cut or pickled.
+            WeightsError: a component's class does not exist or is code of its own, a
+                value of its config cannot be, or its weights are missing, cut or
+                pickled.
         """
         self.check_parts()
         for name, entry in self.components().items():
@@ -274,6 +275,8 @@ class PipelineFolder:
                 )
             found = self.component_class(name, *entry)
             is_module = inspect.isclass(found) and issubclass(found, torch.nn.Module)
+            if is_module or hasattr(found, "load_config"):
+                self.checkpoint.config(name)
             if weights and is_module:
                 self.checkpoint.weight_files(name)
 

@@ -30,7 +30,7 @@ from tpuport.errors import ShardingError
 #: Bytes of weights that every device may hold of a component that upstream calls once
 #: a video. To bring more to every device takes longer than to gather it there.
 MOST_WHOLE = 1 << 30
-WHOLE = (ShardRule(pattern=".*", spec=(), optional=True, note="whole"),)
+WHOLE = (ShardRule(pattern=".*", spec=(), optional=True),)
 
 
 class ModuleWeights:

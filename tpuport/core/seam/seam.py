@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.entry import Entry
@@ -52,6 +53,8 @@ class Seam(Standing):
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self._entry = entry
         super().__init__(components, Journal(reporter))
+        for remark in flags_for(target.mesh.devices.flat[0]).remarks():
+            reporter.say(remark)
         self.arithmetic = arithmetic(target, Uploads(), self.journal)
         self.journal.between = self.arithmetic
 

@@ -19,7 +19,6 @@ from tpuport.core.enums import Blocks
 from tpuport.core.spec.component import TORCHAX, Named, NativeForm, import_named
 from tpuport.core.weights.sharding import (
     DEFAULT_LAYOUT,
-    GATHERED,
     ShardingPlan,
     ShardRule,
     Spec,
@@ -82,7 +81,7 @@ class Module:
             known = ", ".join(map(repr, SPLITS))
             raise PluginError(f"split={self.split!r}: a module has {known}, or None")
         for name in self.layouts:
-            if name in (DEFAULT_LAYOUT, GATHERED):
+            if name == DEFAULT_LAYOUT:
                 raise PluginError(f"a layout may not be called {name!r}")
         for layout in (self.layout, *self.layouts.values()):
             rules_of(layout)

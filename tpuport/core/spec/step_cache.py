@@ -24,9 +24,6 @@ from tpuport.errors import UsageError
 if TYPE_CHECKING:
     import numpy as np
 
-Tree = Any
-"""A nested tuple, list or dict of arrays."""
-
 METHODS: Mapping[str, Where] = {
     "deepcache": "before_last",
     "taylorseer": "after_last",
@@ -199,32 +196,15 @@ class StepCache:
             for step in range(steps)
         )
 
-    def weights(self, steps: int) -> np.ndarray:
-        """The prediction of each cached step as weights of the states kept.
+    def weights_at(self, step: int, nodes: Sequence[int]) -> np.ndarray:
+        """The prediction of a cached step as weights of the states kept.
 
-        The polynomial in the step index through the last ``depth`` full steps (Newton's
+        The polynomial in the step index through the full steps of ``nodes`` (Newton's
         divided differences, in Lagrange's form) is evaluated at the cached step. The
         prediction is exact for features that are such a polynomial, however the full
         steps are spaced. Order 1 is TaylorSeer's formula. From order 2 on TaylorSeer
         puts backward differences in place of derivatives in a Taylor series, which
         misses a polynomial of its own order.
-
-        Returns:
-            Float32 [steps, depth], the newest state first; zeros for full steps.
-        """
-        import numpy as np
-
-        table = np.zeros((steps, self.depth), np.float32)
-        nodes: list[int] = []
-        for step, full in enumerate(self.schedule(steps)):
-            if full:
-                nodes = [step, *nodes][: self.depth]
-                continue
-            table[step] = self.weights_at(step, nodes)
-        return table
-
-    def weights_at(self, step: int, nodes: Sequence[int]) -> np.ndarray:
-        """The row of :meth:`weights` of a cached step.
 
         Args:
             nodes: the full steps whose states are kept, the newest first.
@@ -239,10 +219,6 @@ class StepCache:
             others = [other for other in nodes if other != node]
             row[m] = np.prod([(step - o) / (node - o) for o in others])
         return row
-
-    def record(self, history: tuple[Tree, ...], state: Tree) -> tuple[Tree, ...]:
-        """``history`` with the newest state in front and the oldest dropped."""
-        return (state, *history[:-1])
 
     def _check(
         self, name: str, least: int, most: int | None, steps: int | None = None

@@ -174,7 +174,9 @@ def _range_problem(name: str, value: Any, default: Any) -> str:
         if len(value) > _LONGEST_LIST:
             return f"{len(value)} entries are too many"
         bound = max(default) if default and type(default[0]) is int else None
-        return next(filter(None, (_range_problem(name, v, bound) for v in value)), "")
+        # 0 in a list is a place, such as of a layer.
+        some = (_range_problem(name, v, bound) for v in value if v != 0)
+        return next(filter(None, some), "")
     if type(value) not in (int, float):
         return ""
     if not math.isfinite(value):

@@ -19,7 +19,6 @@ from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.chips import chip_of
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import (
-    GATHERED,
     ShardingPlan,
     Spec,
     item_size,
@@ -49,8 +48,8 @@ def gathered(
 ) -> ShardingPlan:
     """``plan`` with the weights of stacked blocks in parts, if they need parts.
 
-    Parts are needed if the weights exceed ``room``, or if the layout asks for parts.
-    Weights are split along sp, or along dp and sp if parts along sp are too large.
+    Parts are needed if the weights exceed ``room``. Weights are split along sp, or
+    along dp and sp if parts along sp are too large.
 
     Args:
         plan: a plan of whole weights, or of weights that tp splits.
@@ -58,7 +57,7 @@ def gathered(
         room: bytes of a device that the weights may take.
     """
     found = plan
-    if plan.layout != GATHERED and plan.bytes_per_device <= room:
+    if plan.bytes_per_device <= room:
         return found
     for axes in (("sp",), ("dp",), ("dp", "sp")):
         if any(plan.mesh.get(axis, 1) == 1 for axis in axes):
@@ -66,7 +65,7 @@ def gathered(
         finer = _in_parts(plan, ported, weights, axes)
         if finer.bytes_per_device < found.bytes_per_device:
             found = finer
-        if found.held and (plan.layout == GATHERED or found.bytes_per_device <= room):
+        if found.held and found.bytes_per_device <= room:
             break
     return found
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
-from tpuport.errors import PluginError, ShardingError
+from tpuport.errors import ShardingError
 
 #: Most bytes of a stack put together on the host: biases, and scales of norms.
 GATHERED_BYTES = 4 * 2**20
@@ -31,7 +31,6 @@ def abstract_weights(
     plan: ShardingPlan,
     mesh: jax.sharding.Mesh,
     dtype: Callable[[str, torch.Tensor], Any],
-    used: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype, sharding and layout of a module's arrays; nothing is read.
 
@@ -43,27 +42,16 @@ def abstract_weights(
         ported: the module, which may be on the meta device.
         plan: plan of the stored tensors, by their names in the module.
         dtype: gives a tensor's dtype from its name and the tensor.
-        used: whether a stored tensor, by name, will be there.
 
     Raises:
         ShardingError: the plan has problems, or splits the blocks of a stack in
             different ways.
-        PluginError: ``used`` takes only some blocks of a stack.
     """
     shardings = named_shardings(plan, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
     structs = ported.abstract_weights(dtype)
-    computed = set(ported.names.computed)
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for array, members in ported.arrays.items():
-        wanted = [name for name in members if name in computed or used(name)]
-        if not wanted:
-            continue
-        if len(wanted) < len(members):
-            raise PluginError(
-                f"{plan.component}: {wanted[0]} is loaded and not all of {array}; "
-                "stacked blocks are loaded together"
-            )
         each = {name: shardings.get(name, replicated) for name in members}
         sharding = each[members[0]]
         for name, other in each.items():
@@ -81,7 +69,7 @@ def abstract_weights(
     used_as = {
         array: NamedSharding(mesh, PartitionSpec(*plan.assignments[members[0]]))
         for array, members in ported.arrays.items()
-        if array in found and members[0] in plan.held
+        if members[0] in plan.held
     }
     ported.gathered = used_as
     return found

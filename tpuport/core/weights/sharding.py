@@ -30,9 +30,6 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 DEFAULT_LAYOUT = "default"
 """The layout of a component's own rules."""
 
-GATHERED = "gathered"
-"""The layout that holds blocks in parts; see :mod:`tpuport.core.weights.gathering`."""
-
 _NAMES_SHOWN = 3
 
 
@@ -44,7 +41,6 @@ class ShardRule:
         pattern: a regex for the full name.
         spec: the mesh axes that split each dim.
         optional: may match nothing, for weights that only some configs have.
-        note: the reason, for people.
 
     Raises:
         ShardingError: the pattern is not a regex, or the spec not a tuple of axis
@@ -54,7 +50,6 @@ class ShardRule:
     pattern: str
     spec: Spec
     optional: bool = False
-    note: str = ""
 
     def __post_init__(self) -> None:
         try:
@@ -91,7 +86,6 @@ class RuleUse:
     spec: Spec
     matches: int
     bytes: int
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +101,6 @@ class ShardingPlan:
         bytes_per_device: bytes that each device holds.
         replicated_bytes: bytes of weights that every device holds whole; all weights on
             a mesh of one device.
-        layout: name of the table of rules.
-        extra_bytes_per_device: bytes that each device holds beyond the default layout.
         held: specs of weights that are held in more parts than in ``assignments`` and
             gathered for use; see :mod:`tpuport.core.weights.gathering`.
         gathered_over: the axes of these parts.
@@ -122,8 +114,6 @@ class ShardingPlan:
     total_bytes: int
     bytes_per_device: int
     replicated_bytes: int
-    layout: str = DEFAULT_LAYOUT
-    extra_bytes_per_device: int = 0
     held: Mapping[str, Spec] = field(default_factory=dict)
     gathered_over: tuple[str, ...] = ()
     gathered_bytes_per_device: int = 0
@@ -137,8 +127,6 @@ class ShardingPlan:
             "total_bytes": self.total_bytes,
             "bytes_per_device": self.bytes_per_device,
             "replicated_bytes": self.replicated_bytes,
-            "layout": self.layout,
-            "extra_bytes_per_device": self.extra_bytes_per_device,
             "gathered": {
                 "over": list(self.gathered_over),
                 "weights": len(self.held),
@@ -158,19 +146,12 @@ class ShardingPlan:
         return rows
 
     def remarks(self) -> list[str]:
-        """Lines for people, below the table: the totals and the layout."""
+        """Lines for people, below the table: the totals."""
         told = [
             f"total {bytes_text(self.total_bytes)}, "
             f"{bytes_text(self.bytes_per_device)} per device, of that "
             f"{bytes_text(self.replicated_bytes)} replicated"
         ]
-        if self.extra_bytes_per_device:
-            told.append(
-                f"layout {self.layout}: {bytes_text(self.extra_bytes_per_device)} "
-                "per device more than the default"
-            )
-        if self.layout == GATHERED and not self.held:
-            told.append("nothing is gathered: no part of the mesh divides a weight")
         if self.held:
             told.append(
                 f"{len(self.held)} weights in parts over "
@@ -247,7 +228,7 @@ def plan_sharding(
         component=component,
         mesh=sizes,
         rules=tuple(
-            RuleUse(rule.pattern, rule.spec, matches[i], matched_bytes[i], rule.note)
+            RuleUse(rule.pattern, rule.spec, matches[i], matched_bytes[i])
             for i, rule in enumerate(rules)
         ),
         assignments=assignments,
