@@ -116,12 +116,18 @@ def demo_folder(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def hunyuanvideo_folders(once: Once) -> dict[str, Path]:
-    """The demo checkpoints of HunyuanVideo by form, ``"1.5"`` and ``"13b"``."""
-    from tpuport.models.hunyuanvideo.demo import make_demo, make_demo_13b
+    """The demo checkpoints: ``"1.5"`` and ``"13b"``, and ``"1.5-i2v"``, ``"13b-i2v"``."""
+    from tpuport.core.pipelines.stand_in import write_random
+    from tpuport.plugins import folder_of, get_model
+
+    def made(model: str, variant: str) -> Path:
+        configs = get_model(model).variants[variant].read(folder_of(model))
+        return once(f"{model}-{variant}", lambda folder: write_random(folder, configs))
 
     return {
-        "1.5": once("hunyuanvideo-demo", make_demo),
-        "13b": once("hunyuanvideo-demo-13b", make_demo_13b),
+        form + task: made(model, f"demo{task}")
+        for form, model in (("1.5", "hunyuanvideo"), ("13b", "hunyuanvideo-13b"))
+        for task in ("", "-i2v")
     }
 
 

@@ -1,8 +1,8 @@
 """tpuport: PyTorch video-diffusion pipelines on TPUs, exact, sharded and compiled.
 
 >>> import tpuport
->>> with tpuport.load("cogvideox") as session:
-...     result = session.generate(prompt="a panda plays a guitar")
+>>> pipe = tpuport.port(pipe)
+>>> video = pipe("a panda plays a guitar").frames[0]
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ TYPE_CHECKING = False  # of `typing`, which takes milliseconds to import
 if TYPE_CHECKING:
     from typing import Any
 
-    from tpuport.api import load, port, ported, unport
+    from tpuport.api import port, ported, unport
     from tpuport.errors import TpuportError
 
-__all__ = ["TpuportError", "__version__", "load", "port", "ported", "unport"]
+__all__ = ["TpuportError", "__version__", "port", "ported", "unport"]
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
         from tpuport.errors import TpuportError
 
         return TpuportError
-    if name in ("load", "port", "ported", "unport"):
+    if name in ("port", "ported", "unport"):
         from tpuport import api
 
         return getattr(api, name)

@@ -12,7 +12,6 @@ import pluggy
 
 if TYPE_CHECKING:
     from tpuport.core.spec.model_plugin import ModelPlugin
-    from tpuport.core.spec.model_port import ModelPort
 
 GROUP = "tpuport"
 """Entry-point group and pluggy project name."""
@@ -22,7 +21,7 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 
 @hookspec
-def tpuport_model() -> ModelPlugin | ModelPort:  # type: ignore[empty-body]
+def tpuport_model() -> ModelPlugin:  # type: ignore[empty-body]
     """Hand over what the package knows of a model.
 
     Called once, when the plugins are loaded; it must import neither torch nor jax, so

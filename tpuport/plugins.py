@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from tpuport import hookspecs
-from tpuport.errors import PluginError, UnknownModelError, UsageError
+from tpuport.errors import PluginError, UnknownModelError
 
 if TYPE_CHECKING:
     from tpuport.core.spec.model_plugin import ModelPlugin
-    from tpuport.core.spec.model_port import ModelPort
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,7 @@ class Plugin:
     name: str
     package: str
     module: str
-    model: ModelPlugin | ModelPort
+    model: ModelPlugin
 
     @property
     def file(self) -> Path:
@@ -63,8 +62,8 @@ def load_plugins(
 
     Raises:
         PluginError: a plugin fails to import, implements an unknown hook, hands over no
-            port, fails while it does, or takes a model name that is taken. The message
-            names the package.
+            ModelPlugin, fails while it does, or takes a model name that is taken. The
+            message names the package.
     """
     plugins: dict[str, Plugin] = {}
     for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
@@ -82,7 +81,6 @@ def load_plugins(
 
 def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
     from tpuport.core.spec.model_plugin import ModelPlugin
-    from tpuport.core.spec.model_port import ModelPort
 
     package = _package(entry_point)
     where = f"plugin {entry_point.name!r} of {package}"
@@ -112,7 +110,7 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
             f"{where} ({entry_point.value}) failed in tpuport_model: "
             f"{type(error).__name__}: {error}; fix or uninstall it"
         ) from error
-    if len(found) != 1 or not isinstance(found[0], ModelPlugin | ModelPort):
+    if len(found) != 1 or not isinstance(found[0], ModelPlugin):
         kinds = [type(one).__name__ for one in found]
         raise PluginError(
             f"{where} handed over {kinds or 'nothing'} from tpuport_model; one "
@@ -132,20 +130,9 @@ def installed_plugins() -> dict[str, Plugin]:
     return load_plugins(importlib.metadata.entry_points(group=hookspecs.GROUP))
 
 
-def ports() -> list[ModelPort]:
-    """The installed models with stages of their own."""
-    from tpuport.core.spec.model_port import ModelPort
-
-    models = [plugin.model for plugin in installed_plugins().values()]
-    return [model for model in models if isinstance(model, ModelPort)]
-
-
 def model_plugins() -> list[ModelPlugin]:
-    """The installed plugins that upstream's pipelines run with."""
-    from tpuport.core.spec.model_plugin import ModelPlugin
-
-    models = [plugin.model for plugin in installed_plugins().values()]
-    return [model for model in models if isinstance(model, ModelPlugin)]
+    """What the installed plugins hand over."""
+    return [plugin.model for plugin in installed_plugins().values()]
 
 
 def plugin_for(pipeline: str) -> ModelPlugin | None:
@@ -166,25 +153,11 @@ def plugin_for(pipeline: str) -> ModelPlugin | None:
     return found[0] if found else None
 
 
-def reader_of(pipeline: str) -> str | None:
-    """The installed model with stages that reads checkpoints of a pipeline class."""
-    for port in ports():
-        if any(pipeline in form.pipelines for form in port.all_forms):
-            return port.name
-    return None
-
-
-def reader_of_class(module: type) -> str | None:
-    """The installed model that has an upstream class, or one below, as a component."""
-    names = {cls.__name__ for cls in module.__mro__}
-    for port in ports():
-        for form in port.all_forms:
-            for component in form.components.values():
-                if component.class_path.partition(":")[2] in names:
-                    return port.name
+def plugin_for_module(module: type) -> ModelPlugin | None:
+    """The installed plugin that knows an upstream class, or one below."""
     for plugin in model_plugins():
         if plugin.component_of(module) is not None:
-            return plugin.name
+            return plugin
     return None
 
 
@@ -198,7 +171,7 @@ def folder_of(model: str) -> Path:
     return installed_plugins()[model].file.parent
 
 
-def get_model(name: str) -> ModelPlugin | ModelPort:
+def get_model(name: str) -> ModelPlugin:
     """The model of a name.
 
     Raises:
@@ -212,21 +185,3 @@ def get_model(name: str) -> ModelPlugin | ModelPort:
             "shows where they come from"
         )
     return plugins[name].model
-
-
-def get_port(name: str) -> ModelPort:
-    """The model of a name, which has stages of its own.
-
-    Raises:
-        UnknownModelError: no plugin has that name.
-        UsageError: upstream's own pipeline runs the model.
-    """
-    from tpuport.core.spec.model_plugin import ModelPlugin
-
-    found = get_model(name)
-    if isinstance(found, ModelPlugin):
-        raise UsageError(
-            f"{name} is run by upstream's own pipeline: load it by diffusers, and hand "
-            "it to tpuport.port()"
-        )
-    return found

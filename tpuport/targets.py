@@ -16,18 +16,10 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
-from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
 from tpuport.errors import PluginError, UsageError
-from tpuport.plugins import (
-    get_model,
-    get_port,
-    model_plugins,
-    plugin_for,
-    reader_of,
-    reader_of_class,
-)
+from tpuport.plugins import get_model, model_plugins, plugin_for, plugin_for_module
 
 if TYPE_CHECKING:
     import jax
@@ -78,13 +70,13 @@ def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
     """What the general port makes programs for: the standard patches and overrides."""
     from tpuport.core.programs.jax_cache import XLA_FOLDER
     from tpuport.core.seam.target import Target
-    from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
+    from tpuport.patches.standard import OVERRIDES, PATCHES
 
     folder = settings.compiled_dir
     return Target(
         mesh=placed.mesh,
         patches=PATCHES,
-        overrides=ANY_OVERRIDES,
+        overrides=OVERRIDES,
         implementation=settings.attention,
         cache=folder and folder / XLA_FOLDER,
     )
@@ -103,7 +95,7 @@ def executables_for(
 
     if settings.executables is None:
         return None
-    built = BuiltFolder.open(Path(settings.executables), whole=False)
+    built = BuiltFolder.open(Path(settings.executables))
     found = ModulePrograms(built=built, reporter=reporter)
     about: dict[str, Any] = {"attention": str(settings.attention)}
     if settings.dtype is not None:
@@ -121,16 +113,11 @@ def claimed_target(
     for one in model_plugins():
         one.check_claims()
     plugin = plugin_for(pipeline)
-    if plugin is not None:
-        plugin.check()
-        chosen = {"vae": settings.vae}
-        return _of_plugin(general, plugin, settings, reporter, pipeline, chosen)
-    model = reader_of(pipeline)
-    if model is None:
+    if plugin is None:
         return _without_plugin(general, settings, pipeline)
-    form = with_blocks(get_port(model), settings.blocks).form_of_pipeline(pipeline)
-    names = {name: name for name in form.components}
-    return _with_plugin(general, form, names, settings, reporter, pipeline)
+    plugin.check()
+    chosen = {"vae": settings.vae}
+    return _of_plugin(general, plugin, settings, reporter, pipeline, chosen)
 
 
 def module_target(
@@ -147,28 +134,18 @@ def module_target(
 
     Raises:
         UsageError: the plugin named knows no such class.
-        MeshError: the mesh does not fit the module's heads.
     """
     general, kind = general_target(placed, settings), type(module).__name__
-    model = model or reader_of_class(type(module))
-    if model is None:
+    found = get_model(model) if model else plugin_for_module(type(module))
+    if found is None:
         return _without_plugin(general, settings, kind)
-    found = get_model(model)
-    if isinstance(found, ModelPlugin):
-        found.check()
-        component = found.component_of(type(module))
-        if component is None:
-            raise UsageError(f"model {found.name!r} has no module of class {kind}")
-        own = replace(found, modules={kind: found.modules[component]})
-        chosen = {kind: settings.vae} if component == "vae" else {}
-        return _of_plugin(general, own, settings, reporter, kind, chosen)
-    port = with_blocks(found, settings.blocks)
-    form, name = port.form_of_module(type(module))
-    about, config = form.components[name], getattr(module, "config", None)
-    if about.heads is not None and config is not None:
-        values: Any = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        placed.spec.validate(heads={name: about.heads(values)})
-    return _with_plugin(general, form, {kind: name}, settings, reporter, kind)
+    found.check()
+    component = found.component_of(type(module))
+    if component is None:
+        raise UsageError(f"model {found.name!r} has no module of class {kind}")
+    own = replace(found, modules={kind: found.modules[component]})
+    chosen = {kind: settings.vae} if component == "vae" else {}
+    return _of_plugin(general, own, settings, reporter, kind, chosen)
 
 
 def _without_plugin(general: Target, settings: RunSettings, kind: str) -> Target:
@@ -212,19 +189,3 @@ def _check_patches(
             ]
             where = names[0] if names else ""
             raise PluginError(f"plugin {plugin.name}: {where}{status.detail}")
-
-
-def _with_plugin(
-    general: Target,
-    form: ModelPort,
-    names: Mapping[str, str],
-    settings: RunSettings,
-    reporter: Reporter,
-    kind: str,
-) -> Target:
-    found = general.claimed(form, names, settings.sharding)
-    reporter.say(
-        f"{kind}: with the patches, sharding rules and {form.blocks} blocks of the "
-        f"plugin of {form.name}"
-    )
-    return found

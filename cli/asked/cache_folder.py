@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tpuport.api import default_cache_dir
 from tpuport.core.files.atomic import cannot_write, no_room
-from tpuport.core.spec.rules import check_folder
+from tpuport.core.files.folders import check_folder
 from tpuport.core.spec.run_settings import COMPILED, DEMO
 from tpuport.errors import OutputError
 

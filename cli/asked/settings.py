@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from tpuport.cli.asked.yaml_file import load_mapping
-from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES, CheckpointEvery
+from tpuport.core.files.run_record import RUN_FILE, CheckpointEvery
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
@@ -148,8 +148,7 @@ class Settings(RunSettings, Files, Asked):
             Path(f).expanduser() for f in (self.image, self.video, self.latents) if f
         ]
         if self.run_dir is not None:
-            names = (RUN_FILE, *STAGE_FILES.values())
-            files += [self.run_dir / name for name in names]
+            files.append(self.run_dir / RUN_FILE)
         weights = Path(self.weights or DEMO).expanduser()
         found = [weights] if str(weights) != DEMO and weights.is_dir() else []
         return [*files, *found, *self.read_from]

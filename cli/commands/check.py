@@ -16,11 +16,11 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import MESH, Checked, check
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
+from tpuport.core.enums import Blocks
 from tpuport.core.plan.source_scan import Finding, by_kind, scan, sources_in
 from tpuport.core.reports import bytes_text, plural, seconds_text
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.model_port import BLOCKS, with_blocks
-from tpuport.plugins import model_plugins, ports
+from tpuport.plugins import model_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,14 +174,11 @@ def _line(one: Finding) -> str:
 
 
 def _patches() -> dict[str, str]:
-    """The target of every patch that some port has -> the patch's name."""
+    """The target of every patch that some model has -> the patch's name."""
     from tpuport.patches.standard import PATCHES
 
     found = {patch.target: patch.name for patch in PATCHES}
     for plugin in model_plugins():
-        for blocks in reversed(BLOCKS):
+        for blocks in reversed(Blocks):
             found |= {p.target: p.name for p in plugin.patches_with(blocks)}
-    for form in (form for port in ports() for form in port.all_forms):
-        for blocks in reversed(BLOCKS):
-            found |= {p.target: p.name for p in with_blocks(form, blocks).patches}
     return found

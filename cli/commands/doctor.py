@@ -17,9 +17,9 @@ from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
+from tpuport.core.files.folders import check_folder
 from tpuport.core.reports import bytes_text
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.rules import check_folder
 from tpuport.core.spec.run_settings import COMPILED, DEMO
 from tpuport.errors import TpuportError, UsageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -24,11 +24,10 @@ from tpuport.core.files.fingerprint import version
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.model_plugin import ModelPlugin
-from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
 from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
 from tpuport.errors import PatchError, UsageError, did_you_mean
-from tpuport.plugins import get_model, installed_plugins
+from tpuport.plugins import get_model, model_plugins
 
 OneName = Annotated[
     str | None,
@@ -62,8 +61,7 @@ class Entry:
         upstream: the versions it is for, such as ``"diffusers>=0.42,<0.43"``; empty
             for any version of anything.
         installed: the version found of that package, or ``None``.
-        models: model name -> names of the forms that use it; the first form of a model
-            may be called ``""``.
+        models: names of those that use it.
         blocks: ``"native"`` or ``"upstream"`` for a patch in force with these
             ``--blocks`` alone; empty for one that always is.
         module: where the replacement is defined.
@@ -79,7 +77,7 @@ class Entry:
     reason: str
     upstream: str
     installed: str | None
-    models: dict[str, list[str]] = field(default_factory=dict)
+    models: list[str] = field(default_factory=list)
     blocks: str = ""
     module: str
     link: str
@@ -107,8 +105,7 @@ def patches(
     Example: tpuport patches layer_norm
     """
     entries: list[Entry] = []
-    found = [plugin.model for plugin in installed_plugins().values()]
-    models = found if model is None else [get_model(model)]
+    models = model_plugins() if model is None else [get_model(model)]
     prepare(debug=settings.debug)
     with (
         Display() as display,
@@ -124,11 +121,8 @@ def patches(
     if settings.json:
         print_json({"patches": [asdict(entry) for entry in entries]})
     elif name is not None:
-        forms: dict[str, list[str]] = {}
-        for user in _users(models):
-            forms.setdefault(user.name, []).append(user.form)
         for entry in entries:
-            print("\n".join([f"{entry.name}: {_status(entry)}", *_block(entry, forms)]))
+            print("\n".join([f"{entry.name}: {_status(entry)}", *_block(entry)]))
     else:
         print("\n".join(_table(entries)))
     wrong = [entry.detail for entry in entries if entry.is_wrong]
@@ -136,90 +130,61 @@ def patches(
         raise PatchError("; ".join(dict.fromkeys(wrong)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class User:
-    """What has patches and overrides: a form of a model, or a plugin.
+def _patches(plugin: ModelPlugin) -> dict[Blocks, tuple[Patch, ...]]:
+    """Those in force, by blocks."""
+    from tpuport.patches.standard import PATCHES
 
-    Attributes:
-        name: of the model.
-        form: of the model.
-        patches: in force, by blocks.
-        overrides: of torch operators.
-    """
-
-    name: str
-    form: str = ""
-    patches: dict[Blocks, tuple[Patch, ...]]
-    overrides: tuple[OpOverride, ...]
+    return {b: (*PATCHES, *plugin.patches_with(b)) for b in Blocks}
 
 
-def _users(models: Iterable[ModelPlugin | ModelPort]) -> Iterator[User]:
-    for model in models:
-        if isinstance(model, ModelPlugin):
-            from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
+def _overrides(plugin: ModelPlugin) -> tuple[OpOverride, ...]:
+    from tpuport.core.layers.model_runtime import EVERYWHERE
+    from tpuport.patches.standard import OVERRIDES
 
-            yield User(
-                name=model.name,
-                patches={b: (*PATCHES, *model.patches_with(b)) for b in BLOCKS},
-                overrides=(*ANY_OVERRIDES, *model.overrides),
-            )
-            continue
-        for form in model.all_forms:
-            yield User(
-                name=form.name,
-                form=form.form,
-                patches={b: tuple(with_blocks(form, b).patches) for b in BLOCKS},
-                overrides=tuple(form.overrides),
-            )
+    return (*OVERRIDES, *plugin.overrides, *EVERYWHERE)
 
 
-def examine(models: Iterable[ModelPlugin | ModelPort]) -> list[Entry]:
+def examine(models: Iterable[ModelPlugin]) -> list[Entry]:
     """Every patch, then every override, of all models, each once.
 
     Patches that one kind of blocks has alone are among them and say so.
     """
-    from tpuport.core.layers.model_runtime import EVERYWHERE
-
     found: dict[Patch | OpOverride, Entry] = {}
 
     def add(
-        thing: Patch | OpOverride, user: User, state: str, why: str, blocks: str
+        thing: Patch | OpOverride, model: str, state: str, why: str, blocks: str
     ) -> None:
         entry = found.setdefault(thing, _entry(thing, blocks))
         if entry.blocks != blocks:
             entry.blocks = ""
-        # Where the forms differ, the worst is told: with another patch of the same
-        # target in one of them.
+        # Where models differ, the worst is told.
         if _STATES.index(state) >= _STATES.index(entry.state):
             entry.state, entry.detail = state, why
-        entry.models.setdefault(user.name, []).append(user.form)
+        entry.models.append(model)
 
-    for user in _users(models):
-        for patch, by_blocks in _states(user).items():
+    for model in models:
+        for patch, by_blocks in _states(model).items():
             worst = max(by_blocks.values(), key=lambda s: _STATES.index(s.state))
-            blocks = "" if len(by_blocks) == len(BLOCKS) else next(iter(by_blocks))
-            add(patch, user, worst.state, worst.detail, blocks)
-        for status in inspect_overrides((*user.overrides, *EVERYWHERE)):
-            add(status.override, user, status.state, status.detail, "")
+            blocks = "" if len(by_blocks) == len(Blocks) else next(iter(by_blocks))
+            add(patch, model.name, worst.state, worst.detail, blocks)
+        for status in inspect_overrides(_overrides(model)):
+            add(status.override, model.name, status.state, status.detail, "")
     return sorted(found.values(), key=lambda entry: entry.kind != "patch")
 
 
-def _names(models: Iterable[ModelPlugin | ModelPort]) -> list[str]:
+def _names(models: Iterable[ModelPlugin]) -> list[str]:
     """The names of all patches and overrides, without a look at upstream's code."""
-    from tpuport.core.layers.model_runtime import EVERYWHERE
-
-    found = {override.name for override in EVERYWHERE}
-    for user in _users(models):
-        found |= {override.name for override in user.overrides}
-        found |= {patch.name for each in user.patches.values() for patch in each}
+    found: set[str] = set()
+    for model in models:
+        found |= {override.name for override in _overrides(model)}
+        found |= {patch.name for each in _patches(model).values() for patch in each}
     return sorted(found)
 
 
-def _states(user: User) -> dict[Patch, dict[str, PatchStatus]]:
+def _states(model: ModelPlugin) -> dict[Patch, dict[str, PatchStatus]]:
     """What would become of each patch, by the blocks that it is in force with."""
     found: dict[Patch, dict[str, PatchStatus]] = {}
-    for blocks in reversed(BLOCKS):  # what every model has comes first
-        patches = user.patches[blocks]
+    for blocks, patches in reversed(_patches(model).items()):  # upstream's come first
         states = inspect_patches(patches)
         for patch, state in zip(patches, states, strict=True):
             found.setdefault(patch, {})[blocks] = state
@@ -295,15 +260,12 @@ def _status(entry: Entry) -> str:
     return f"{said} (found {entry.installed or 'no ' + _package(entry.upstream)})"
 
 
-def _block(entry: Entry, forms: dict[str, list[str]]) -> list[str]:
+def _block(entry: Entry) -> list[str]:
     rows = [
         *((entry.kind, target) for target in entry.targets),
         ("why", entry.reason),
         ("for", _versions(entry)),
-        (
-            "used by",
-            ", ".join(_used_by(m, u, forms[m]) for m, u in entry.models.items()),
-        ),
+        ("used by", ", ".join(entry.models)),
         ("in", entry.module),
     ]
     if entry.blocks:
@@ -333,14 +295,3 @@ def _versions(entry: Entry) -> str:
     if not Requirement(wanted).specifier:
         wanted = f"any {wanted}"
     return f"{wanted}; found {entry.installed or 'none'}"
-
-
-def _used_by(model: str, used: list[str], forms: list[str]) -> str:
-    """The model, and which of its forms where not all of them use it."""
-    others = [form for form in forms if form not in used]
-    if not others:
-        return model
-    # The first form may have no name of its own.
-    return (
-        f"{model} ({', '.join(used) if '' not in used else 'not ' + ', '.join(others)})"
-    )

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api, targets
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_checks import upstreams_errors
-from tpuport.cli.runs.any_plan import plan_any
+from tpuport.cli.runs.checks import upstreams_errors
+from tpuport.cli.runs.planning import plan_run
 from tpuport.cli.runs.variants import resolved
 from tpuport.cli.shown import signals
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.made_folder import made_once
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
-from tpuport.core.spec.demo_checkpoint import made_once
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import find_plugin, folder_of
@@ -110,7 +110,6 @@ class Subject:
             settings: their weights take the place of a plugin's variants.
 
         Raises:
-            UsageError: the name is of a model with stages of its own.
             PluginError: what a plugin declares is not so.
         """
         with signals.starting(before="\n"):
@@ -121,13 +120,7 @@ class Subject:
         plugin = None if known is None else known.model
         if plugin is None or settings.weights:
             source = settings.weights or name
-            own = plugin if isinstance(plugin, ModelPlugin) else None
-            return cls._of_folder(own, source, reporter)
-        if not isinstance(plugin, ModelPlugin):
-            raise UsageError(
-                f"{name} has stages of its own; name a folder of its pipeline, or of "
-                "its configs"
-            )
+            return cls._of_folder(plugin, source, reporter)
         plugin.check()
         variants = [one for one in plugin.variants.values() if one.configs]
         if not variants:
@@ -218,7 +211,7 @@ def check(
         full = _full(subject, name, settings)
         if full is not None:
             stages = [StageName.DENOISE]
-            found.plan = plan_any(full, topology, stages, budget=0, reporter=reporter)
+            found.plan = plan_run(full, topology, stages, budget=0, reporter=reporter)
             found.losses = losses(found.plan)
     except TpuportError as error:
         found.unplanned, found.refused = one_line(error), True

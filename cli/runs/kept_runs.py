@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
 import shlex
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +17,27 @@ from typing_extensions import TypedDict
 from tpuport.api import default_cache_dir
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.errors import may_pass
-from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.files.folders import check_folder
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.run_record import (
     PIPELINE_SCHEMA,
     RUN_FILE,
-    STAGES,
-    is_pipeline_run,
     tapes_in,
     told_of,
 )
 from tpuport.core.files.sealed_json import as_json, read_document, write_document
 from tpuport.core.files.typed import checked
-from tpuport.core.spec.rules import check_folder
-from tpuport.core.spec.run_settings import RunSettings, defaults_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line
 
-#: Beside run.json: how the run was asked for, and where its videos go.
+#: Beside run.json: where the videos go.
 _ASKED_FILE, _ASKED = "asked.json", "tpuport.asked"
 #: Beside run.json: the error that ended the run and would end the run again.
 _FAILED_FILE = "failed.txt"
-
-#: Settings that run.json records, or that belong to the place where a run goes on.
-_RECORDED = {"model", "variant", "weights", "cache_dir"}
 
 
 class Asked(TypedDict):
     """The content of ``asked.json``."""
 
-    settings: dict[str, Any]
     out: str
     overwrite: bool
     report: str | None
@@ -60,21 +50,20 @@ class KeptRun:
     Attributes:
         folder: named by the run's id.
         process: the number of the process at work in the folder.
-        model, prompts: of the run; empty where run.json cannot be read.
-        recorded: the stages in run.json.
-        changed: when the last stage was finished, in seconds since the epoch.
+        model, prompts: the class of the pipeline, and what it was asked for; empty
+            where run.json cannot be read.
+        changed: when the run was last kept, in seconds since the epoch.
     """
 
     folder: Path
     process: int | None
     model: str
     prompts: tuple[str, ...]
-    recorded: tuple[str, ...]
     changed: float
 
     @functools.cached_property
     def finished(self) -> tuple[str, ...]:
-        """The stages before decode that are; their files are read through."""
+        """How far the tape of each video is; see :func:`told_of`."""
         return tuple(_finished(self.folder))
 
     @property
@@ -149,47 +138,26 @@ def kept_run(cache: Path, name: str) -> KeptRun:
 def look(folder: Path) -> KeptRun:
     """The run in a folder, as far as it can be read."""
     process, file = holder(folder), folder / RUN_FILE
-    run, model = RunDirectory(folder), ""
-    prompts: tuple[str, ...] = ()
-    recorded: tuple[str, ...] = ()
+    model, prompts = "", ()
     with contextlib.suppress(TpuportError):
-        if is_pipeline_run(folder):
-            record = read_document(file, PIPELINE_SCHEMA, "")
-            model, prompts = (
-                record["pipeline"],
-                tuple(record["asked"].get("prompt", ())),
-            )
-            recorded = tuple(tape.parent.name for tape in tapes_in(folder))
-        else:
-            model, recorded = run.model, run.recorded
-            prompts = tuple(run.settings["prompts"])
+        record = read_document(file, PIPELINE_SCHEMA, "")
+        model, prompts = record["pipeline"], tuple(record["asked"].get("prompt", ()))
     written = [file if file.exists() else folder, *tapes_in(folder)]
     return KeptRun(
         folder=folder,
         process=process,
         model=model,
         prompts=prompts,
-        recorded=recorded,
         changed=max(one.stat().st_mtime for one in written),
     )
 
 
 def _finished(folder: Path) -> list[str]:
-    """The stages before decode that are finished, without a gap.
-
-    Of a pipeline without a plugin, the last step of each video that was kept.
-    """
-    done: list[str] = []
+    """How far the tape of each video is, as far as tapes can be read."""
     # Maybe called while an error is reported, which must not be replaced.
     with contextlib.suppress(TpuportError):
-        if tapes := tapes_in(folder):
-            return [told_of(tape) for tape in tapes]
-        run = RunDirectory(folder)
-        for name in STAGES[:2]:
-            if not run.finished(name):
-                break
-            done.append(name)
-    return done
+        return [told_of(tape) for tape in tapes_in(folder)]
+    return []
 
 
 def remove(run: KeptRun) -> None:
@@ -214,9 +182,8 @@ def is_kept(folder: Path) -> bool:
 def temporary(folder: Path) -> Iterator[Path]:
     """Hold the folder of a run without ``--run-dir`` while the block lasts.
 
-    The folder is then removed, but not after an error if the run can go on. Of a
-    pipeline without a plugin, an error that will come again before the first step
-    leaves nothing.
+    The folder is then removed, but not after an error if the run can go on. An error
+    that will come again before the first step leaves nothing.
 
     Raises:
         ArtifactError: a process is at work in it.
@@ -236,98 +203,49 @@ def temporary(folder: Path) -> Iterator[Path]:
 def _worth_keeping(folder: Path, error: BaseException) -> bool:
     done = _finished(folder)
     stepped = any(one.startswith("step") for one in done)
-    return bool(done) and (may_pass(error) or not tapes_in(folder) or stepped)
+    return bool(done) and (may_pass(error) or stepped)
 
 
-@contextlib.contextmanager
-def new_run(cache: Path) -> Iterator[Path]:
-    """A fresh folder for a run that was given none, held while the block lasts.
+def sweep(cache: Path) -> None:
+    """Remove what dead processes left, but for runs that have a tape.
 
-    What dead processes left is removed first, but for runs that recorded a stage:
-    whether its file is whole, whoever goes on with the run finds out.
+    Whether the tape is whole, whoever goes on with the run finds out.
     """
     for run in kept_runs(cache):
         # Without a lock file, a process may just be making the folder.
         left = (run.folder / LOCK_FILE).exists() and run.process is None
-        asked = (run.folder / _ASKED_FILE).exists()
-        if left and not (run.recorded and asked):
+        if left and not (tapes_in(run.folder) and is_kept(run.folder)):
             with contextlib.suppress(ArtifactError):  # another process removes them
                 remove(run)
-    (cache / "runs").mkdir(parents=True, exist_ok=True)
-    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    with temporary(cache / "runs" / name) as folder:
-        yield folder
 
 
 def keep_asked(folder: Path, settings: Settings, out: str) -> None:
-    """Write beside run.json what :func:`asked_for` reads, also after a kill."""
-    given = {
-        name: _as_plain(getattr(settings, name))
-        for name, default in defaults_of(RunSettings).items()
-        if name not in _RECORDED and getattr(settings, name) != default
-    }
+    """Write beside run.json what :func:`out_of` reads, also after a kill."""
     report = settings.report and str(settings.report.absolute())
-    content = {
-        "settings": given,
-        "out": str(Path(out).absolute()),
-        "overwrite": settings.overwrite,
-        "report": report,
-    }
+    place = str(Path(out).absolute()) + "/" * out.endswith("/")
+    content = {"out": place, "overwrite": settings.overwrite, "report": report}
     write_document(folder / _ASKED_FILE, _ASKED, as_json(content, "the settings"))
 
 
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, bool | int):
-        return value
-    if isinstance(value, tuple):
-        return [str(part) for part in value]
-    return str(value.absolute() if isinstance(value, Path) else value)
-
-
-def _read_asked(folder: Path) -> tuple[Asked, RunSettings]:
-    """The content of a run's ``asked.json``, and the settings in it.
+def _read_asked(folder: Path) -> Asked:
+    """The content of a run's ``asked.json``.
 
     Raises:
         ArtifactError: the file is missing or not usable.
     """
     file, remedy = folder / _ASKED_FILE, "make the video again"
-    asked = checked(Asked, read_document(file, _ASKED, remedy), file, remedy)
-    try:
-        return asked, RunSettings.read(asked["settings"], named=str)
-    except (UsageError, TypeError) as error:
-        raise ArtifactError(
-            f"{file}: has no usable settings ({error}); {remedy}"
-        ) from error
-
-
-def asked_for(run: KeptRun, settings: Settings) -> Settings:
-    """Settings with those that a kept run was begun with.
-
-    Raises:
-        ArtifactError: the run cannot go on.
-    """
-    if not run.finished or not (run.folder / _ASKED_FILE).exists():
-        raise ArtifactError(
-            f"{run.folder}: no stage is finished that the run could go on from; "
-            f"`tpuport runs clean {run.folder.name}` removes it"
-        )
-    asked, read = _read_asked(run.folder)
-    return replace(
-        out_of(run, settings),
-        **{name: getattr(read, name) for name in asked["settings"]},
-        run_dir=run.folder,
-    )
+    return checked(Asked, read_document(file, _ASKED, remedy), file, remedy)
 
 
 def out_of(run: KeptRun, settings: Settings) -> Settings:
     """Settings with the place that a kept run's videos were to go.
 
     Raises:
-        ArtifactError: the run's own settings are not usable.
+        ArtifactError: the run's own file is not usable.
     """
-    if not (run.folder / _ASKED_FILE).exists():
+    if not is_kept(run.folder):
         return settings
-    asked, _ = _read_asked(run.folder)
+    asked = _read_asked(run.folder)
     report = None if asked["report"] is None else Path(asked["report"])
     return replace(
         settings,
@@ -357,7 +275,7 @@ def going_on(folder: Path) -> Iterator[None]:
                 how += f", or tpuport resume {shlex.quote(str(folder))}"
             error.add_note(kept + (f". Go on with: {how}" if again else ""))
         elif again:
-            error.add_note("no stage was finished; run the same command again")
+            error.add_note("nothing was kept; run the same command again")
         if alone and done and not again:
             with contextlib.suppress(OSError):  # the error itself must be told
                 text = in_one_line(error) or type(error).__name__

@@ -39,7 +39,6 @@ class Runs:
         return {
             "first": {
                 "seconds": self.seconds[0],
-                "load_seconds": sum(s.load_seconds for s in first.values()),
                 "compile_seconds": sum(s.compile_seconds for s in first.values()),
                 "programs": sum(len(s.compiles) for s in first.values()),
                 "loaded": sum(c.loaded for s in first.values() for c in s.compiles),

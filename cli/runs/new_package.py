@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport import api
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_checks import upstreams_errors
 from tpuport.cli.runs.checked import Subject, arguments
+from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.cli.shown import signals
 from tpuport.core.enums import denoises
 from tpuport.core.files.atomic import cannot_write, temporary_beside

@@ -10,47 +10,74 @@ from pathlib import Path
 from typing import Any
 
 from tpuport import api
+from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
+from tpuport.core.files.made_folder import made_once
 from tpuport.core.reports import Reporter
-from tpuport.core.spec.demo_checkpoint import made_once
 from tpuport.core.spec.model_plugin import ModelPlugin, Published
 from tpuport.core.spec.run_settings import DEMO
 from tpuport.errors import UsageError
-from tpuport.plugins import folder_of, get_model
+from tpuport.plugins import folder_of, get_model, model_plugins, plugin_for
 
 
-def of_plugin(settings: Settings) -> ModelPlugin | None:
-    """The plugin that ``--model`` names, if upstream's pipeline runs the model.
+def with_model(settings: Settings, *, weights: bool = True) -> Settings:
+    """The settings with a folder or a hub id in place of a model and its variant.
+
+    Without a model and weights the default model is taken. A hub id that a plugin
+    publishes has the defaults of the variant.
+
+    Args:
+        weights: of a variant are wanted; without, its configs are enough.
 
     Raises:
-        UnknownModelError: no plugin has that name.
+        UnknownModelError: no plugin has the name, or the plugin no such variant.
+        UsageError: a variant of weights that no plugin is for.
+        PluginError: the configs of the variant cannot be read.
+        WeightsError: the folder has no index, or the cache folder cannot be written.
     """
-    found = None if settings.model is None else get_model(settings.model)
-    return found if isinstance(found, ModelPlugin) else None
+    if settings.weights == DEMO:
+        settings = replace(settings, weights=None)
+    if settings.weights == "":
+        raise UsageError("--weights is empty; give a folder or a hub id")
+    if settings.model is not None:
+        return resolved(settings, get_model(settings.model), weights=weights)
+    if settings.weights is None:
+        return resolved(settings, get_model(DEFAULT_MODEL), weights=weights)
+    source = str(settings.weights)
+    if settings.variant is None:
+        for plugin in model_plugins():
+            for name, one in plugin.variants.items():
+                if one.repo == source:
+                    named = replace(settings, variant=name)
+                    return resolved(named, plugin, weights=weights)
+        return settings
+    with signals.starting(before="\n"):
+        api.import_libraries(Reporter())
+    from tpuport.core.pipelines.folder import PipelineFolder
+
+    pipeline = PipelineFolder.find(source, Reporter()).class_name
+    known = plugin_for(pipeline)
+    if known is None:
+        raise UsageError(
+            f"--variant {settings.variant}: no plugin knows {pipeline} of {source}; "
+            "leave the flag out"
+        )
+    return resolved(settings, known, weights=weights)
 
 
 def resolved(
     settings: Settings, plugin: ModelPlugin, *, weights: bool = True
 ) -> Settings:
-    """The settings with a folder or a hub id in place of a model and its variant.
-
-    Args:
-        weights: of the variant are wanted; without, its configs are enough.
-
-    Raises:
-        UnknownModelError: the plugin has no such variant.
-        PluginError: the configs of the variant cannot be read.
-        WeightsError: the cache folder cannot be written.
-    """
-    if settings.weights not in (None, "", DEMO) and settings.variant is None:
+    """:func:`with_model` of a plugin's model."""
+    if settings.weights is not None and settings.variant is None:
         return replace(settings, model=None)
     name, published = _variant(settings, plugin)
     settings = _with_defaults(settings, plugin, published)
     source: str | Path | None = settings.weights
-    if source in (None, "", DEMO):
+    if source is None:
         source = published.repo
         if not weights and published.configs:
             source = _made(settings, plugin.name, name, published, "configs")

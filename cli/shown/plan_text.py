@@ -65,9 +65,8 @@ def _head(plan: Plan) -> Iterator[str]:
     settings = plan.settings
     chip = plan.chip
     yield (
-        f"{plan.model} {plan.variant} on {plan.topology} ({_devices(plan)}), mesh "
+        f"{plan.model} on {plan.topology} ({_devices(plan)}), mesh "
         f"{plan.mesh}, {plan.dtype}, sharding {plan.sharding}, {plan.blocks} blocks"
-        + "".join(f", {name} {n}" for n, name in plan.implementations.items())
     )
     yield _asked(settings)
     if plan.weights == DEMO:
@@ -81,15 +80,8 @@ def _head(plan: Plan) -> Iterator[str]:
     if any(plan.stage(name) is None for name in STAGES):
         verdict = f"{', '.join(s.name for s in plan.stages)}: {verdict}"
     yield f"{verdict}: {used} of {limit} HBM per {_device(plan)}"
-    for advice in plan.advice:
-        how = "compiled" if advice["verified"] else "an estimate, not compiled"
-        on = f", mesh {_mesh_name(advice['mesh'])}" if "mesh" in advice else ""
-        yield (
-            f"  change {advice['change']} to {advice['to']}{on}: "
-            f"{bytes_text(advice['hbm_bytes_per_chip'])} ({how})"
-        )
-    if not plan.fits and not plan.advice:
-        yield "  no mesh, size or slice was found that fits"
+    if not plan.fits:
+        yield "  try --mesh auto, a smaller --size, fewer --frames, or a larger slice"
 
 
 def _asked(settings: Mapping[str, Any]) -> str:
@@ -158,7 +150,6 @@ def _memory(plan: Plan) -> Iterator[str]:
             row[2] = row[4] = "-"
         rows.append(tuple(row))
     yield from _figures(rows)
-    yield from _tiling(plan)
 
 
 def _in_short(plan: Plan) -> Iterator[str]:
@@ -172,15 +163,6 @@ def _in_short(plan: Plan) -> Iterator[str]:
         bound = "" if stage.seconds is None else str(stage.bound)
         rows.append((stage.name, *sizes, call, str(stage.calls), whole, bound))
     yield from columns(rows, right=range(1, 6))
-    yield from _tiling(plan)
-
-
-def _tiling(plan: Plan) -> Iterator[str]:
-    """Whether decode runs in tiles, and why a plan does not fit."""
-    for tiling in plan.tiling.values():
-        yield tiling["line"]
-        if tiling["reason"]:
-            yield f"  {tiling['reason']}"
 
 
 def _times(plan: Plan) -> Iterator[str]:

@@ -1,18 +1,16 @@
-"""One cache folder and one generated run, shared by the tests of the command line."""
+"""One cache folder and one small pipeline, shared by the tests of the command line."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.cli.tools import SMALL, Cli, Made, Ran, call
+from tests.cli.tools import Cli, call
 from tests.processes import Once
 
 
@@ -30,9 +28,9 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def cache(made: Made) -> Path:
-    """A cache folder that all runs share, after the one that compiles first."""
-    return made.cache
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that all commands of a test process share."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
@@ -44,42 +42,6 @@ def cli(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
 
 @pytest.fixture(scope="session")
-def made(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """``tpuport generate`` of two prompts; every test process has its own cache."""
-
-    def generate(folder: Path) -> None:
-        ran = call(
-            "generate",
-            *("--prompt", "a panda", "--prompt", "a fox", "--seed", "7"),
-            *SMALL,
-            *("--negative-prompt", "blurry", "--run-dir", folder / "run"),
-            *("--out", folder / "video.mp4", "--cache-dir", folder / "cache", "--json"),
-            *("--report", folder / "new" / "report.json"),
-        )
-        assert ran.code == 0, ran.err
-        (folder / "ran.json").write_text(json.dumps(asdict(ran)))
-
-    folder = once("generated", generate)
-    ran = Ran(**json.loads((folder / "ran.json").read_text()))
-    cache = shutil.copytree(folder / "cache", tmp_path_factory.mktemp("own") / "cache")
-    return Made(ran, folder, folder / "run", Path(cache))
-
-
-@pytest.fixture
-def run(made: Made, tmp_path: Path) -> Path:
-    """A copy of the finished run directory, as on another machine."""
-    return Path(shutil.copytree(made.run, tmp_path / "copied-run"))
-
-
-@pytest.fixture
-def weights(made: Made, cache: Path, tmp_path: Path) -> Path:
-    """A copy of the demo checkpoint, to be damaged."""
-    # Not of another variant, which other tests make.
-    (demo,) = (cache / "demo").glob("cogvideox-demo-[0-9]*")
-    return Path(shutil.copytree(demo, tmp_path / "weights"))
-
-
-@pytest.fixture(scope="session")
 def folder(once: Once) -> Path:
     """A pipeline in the layout that ``save_pretrained`` writes."""
     from tests.pipelines.example import all_examples, made, saved
@@ -88,3 +50,9 @@ def folder(once: Once) -> Path:
         saved(made(all_examples()["WanPipeline"])[0], folder / "pipeline")
 
     return once("wan", write) / "pipeline"
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """The pipeline, to be damaged."""
+    return Path(shutil.copytree(folder, tmp_path / "copied"))

@@ -12,8 +12,11 @@ from typing import Any
 
 from tpuport.cli import main
 
-#: The smallest video of the demo checkpoint that has more than one step.
-SMALL = ("--size", "96x64", "--frames", "9", "--steps", "2")
+#: The smallest video of the small pipeline that has more than one step and frame.
+ASKED = (
+    *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "2"),
+    *("--negative-prompt", "blurry", "--option", "max_sequence_length=16"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,7 @@ def call(*args: str | Path) -> Ran:
     return Ran(code, out.getvalue(), err.getvalue())
 
 
-@dataclass(frozen=True)
-class Made:
-    """A finished run of two prompts with one seed, and the cache that it filled."""
-
-    ran: Ran
-    folder: Path
-    run: Path
-    cache: Path
-
-    @property
-    def videos(self) -> list[Path]:
-        return [Path(video["path"]) for video in self.ran.json["videos"]]
+def good(ran: Ran) -> Ran:
+    """A command that went well."""
+    assert ran.code == 0, ran.err
+    return ran

@@ -9,7 +9,7 @@ import transformers
 
 from tests.pipelines.example import Made, example
 from tests.pipelines.pictures import clip, picture
-from tests.pipelines.tokenizers import clip_tokenizer, qwen_words_tokenizer
+from tests.pipelines.tokenizers import clip_tokenizer, qwen_tokenizer
 
 
 def qwen(vocabulary: int) -> Any:
@@ -79,7 +79,7 @@ def transformer(kind: Any, **changed: Any) -> Any:
 
 
 def pipeline(kind: Any, **components: Any) -> Any:
-    tokenizer = qwen_words_tokenizer("Describe the video in detail.")
+    tokenizer = qwen_tokenizer("Describe the video in detail.")
     tokenizer_2 = clip_tokenizer()
     usual: dict[str, Any] = {
         "tokenizer": tokenizer,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+import inspect
+import re
 from typing import Any
 
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+import diffusers
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 
 from tpuport.core.pipelines import stand_in
-from tpuport.models.hunyuanvideo import demo_tokenizers
 
 
 def t5_tokenizer() -> Any:
@@ -21,26 +18,26 @@ def t5_tokenizer() -> Any:
 
 
 def clip_tokenizer() -> Any:
-    """For CLIP: lower-case words of made-up sentences."""
-    return _read(demo_tokenizers.write_clip_tokenizer)
+    """For CLIP: a piece for each letter."""
+    return stand_in.tokenizer("CLIPTokenizer")
 
 
 def llama_tokenizer() -> Any:
-    """For Llama 3, with the turns of HunyuanVideo's template."""
-    return _read(demo_tokenizers.write_llama_tokenizer)
+    """For Llama 3, with the words of HunyuanVideo's template and of prompts."""
+    template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE["template"]
+    texts = re.split(r"<[^>]*>|{}", template)
+    return stand_in.tokenizer("LlamaTokenizer", [*texts, "a panda plays a guitar"])
 
 
-def qwen_tokenizer() -> Any:
-    """For Qwen 2 and 2.5: turns may be text, or lists of parts with text."""
-    tokenizer = _read(demo_tokenizers.write_qwen_tokenizer)
-    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = demo_tokenizers.CHAT_TEMPLATE.replace(
-        "message.content",
-        "(message.content if message.content is string else "
-        "message.content | map(attribute='text') | join)",
-    )
-    return tokenizer
+def qwen_tokenizer(*texts: str) -> Any:
+    """For Qwen 2 and 2.5, with words: turns may be text, or lists of parts with text.
+
+    Args:
+        texts: whose words are tokens; by default those of HunyuanVideo-1.5's template.
+    """
+    function = diffusers.HunyuanVideo15Pipeline._get_mllm_prompt_embeds
+    template = inspect.signature(function).parameters["system_message"].default
+    return stand_in.tokenizer("Qwen2Tokenizer", texts or [template])
 
 
 def qwen_config(tokenizer: Any, **changed: Any) -> dict[str, Any]:
@@ -64,39 +61,6 @@ def qwen_config(tokenizer: Any, **changed: Any) -> dict[str, Any]:
     return config | changed
 
 
-def _read(write: Callable[[Path], None]) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder) / "tokenizer")
-        return transformers.AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
-
-
 def gemma_tokenizer() -> Any:
     """For Gemma: one token a letter, and bytes for the rest."""
-    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
-    letters = [chr(code) for code in range(33, 127)]
-    others = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokens = (*special, "▁", *letters, *others)
-    return transformers.GemmaTokenizer(
-        vocab={token: number for number, token in enumerate(tokens)}, merges=[]
-    )
-
-
-def qwen_words_tokenizer(*sentences: str) -> Any:
-    """For Qwen: bytes, and one token for each word of the ``sentences``."""
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = transformers.Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    learner = trainers.BpeTrainer(
-        vocab_size=4096,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    words.train_from_iterator(sentences, learner)
-    learnt = json.loads(words.to_str())["model"]
-    tokenizer = transformers.Qwen2Tokenizer(
-        vocab=learnt["vocab"], merges=[tuple(pair) for pair in learnt["merges"]]
-    )
-    marks = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-    pads = ("<|image_pad|>", "<|video_pad|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": [*marks, *pads]})
-    tokenizer.chat_template = demo_tokenizers.CHAT_TEMPLATE
-    return tokenizer
+    return stand_in.tokenizer("GemmaTokenizer")

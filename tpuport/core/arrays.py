@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +102,8 @@ def to_torch(value: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def host_device() -> str:
-    """Where plain upstream code runs: the host's GPU when torch sees one."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass: NaN is the extreme of all."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(extreme) for extreme in tensor.aminmax())

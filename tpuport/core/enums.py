@@ -30,21 +30,6 @@ def denoises(name: str) -> bool:
     return component.startswith(DENOISERS) and "encoder" not in component
 
 
-class Task(Word):
-    """What a video is made from: text, an image or a video."""
-
-    TEXT = "t2v"
-    IMAGE = "i2v"
-    VIDEO = "v2v"
-
-
-class Pixels(Word):
-    """What frames are made of: floats in [0, 1], or bytes."""
-
-    FLOAT32 = "float32"
-    UINT8 = "uint8"
-
-
 class Dtype(Word):
     """Of weights.
 

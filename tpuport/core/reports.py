@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, TypedDict
 
@@ -63,12 +63,8 @@ class CompileReport:
             had what was traced.
         loaded: whether the executable was loaded; then nothing was traced either.
         load_seconds: finding, checking and loading it.
-        reasons: why it was compiled although an executable of the same program is kept:
-            what differs, in words.
         executable: the file it was loaded from or is kept in, where there is one.
         executable_bytes: of the executable in it.
-        compiler_flags: those that tpuport set for it; see
-            :mod:`tpuport.core.mesh.compiler_flags`.
     """
 
     stage: str
@@ -78,10 +74,8 @@ class CompileReport:
     cached: bool
     loaded: bool = False
     load_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
     executable: str = ""
     executable_bytes: int = 0
-    compiler_flags: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -97,52 +91,28 @@ class StageReport:
         stage: its name.
         backend: ``"tpuport"`` or ``"diffusers"``.
         unit: what one call is.
-        load_seconds: reading weights and placing them.
         compiles: the programs made ready, compiled or loaded.
         compile_seconds: of all of them, tracing and loading included.
-        first_call_seconds: the first call of every program, after its compile.
         steady_calls: calls after those.
         steady_seconds: of those calls together, waited for at the end.
-        calls_in_flight: the most calls that were dispatched and not yet waited for.
-        calls_in_flight_limit: how many there may be; a stage never runs further ahead.
         total_seconds: wall time of the stage.
-        sharding: the plan of each component, weights left out.
-        attention: what attention ran as.
-        convolutions: what those of all its programs ran as, and why a kernel was passed
-            over; see :class:`tpuport.core.tracing.context.ConvolutionRecord`.
-        patches: which patches were applied while tracing, in this process or in the
-            one that kept the executable.
         op_by_op: whether nothing was compiled: each op ran by itself.
         memory: of each call, where it was asked for.
         profile: ``folder`` and ``calls`` of the trace, where one was asked for and some
             call was steady.
-        cut: what an encoder did not see of prompts, in words.
-        tiling: whether it ran in tiles, and what that was decided from; see
-            :class:`tpuport.core.spec.tiling.TilingDecision`. ``None`` of a stage that
-            has no such choice.
     """
 
     stage: str
     backend: str
     unit: str
     total_seconds: float
-    load_seconds: float = 0.0
     compiles: tuple[CompileReport, ...] = ()
     compile_seconds: float = 0.0
-    first_call_seconds: float = 0.0
     steady_calls: int = 0
     steady_seconds: float = 0.0
-    calls_in_flight: int = 0
-    calls_in_flight_limit: int = 0
-    sharding: tuple[dict[str, Any], ...] = ()
-    attention: tuple[dict[str, Any], ...] = ()
-    convolutions: tuple[dict[str, Any], ...] = ()
-    patches: tuple[dict[str, Any], ...] = ()
     op_by_op: bool = False
     memory: tuple[CallMemory, ...] = ()
     profile: dict[str, Any] | None = None
-    cut: tuple[str, ...] = ()
-    tiling: dict[str, Any] | None = None
 
     @property
     def seconds_per_call(self) -> float | None:
@@ -161,7 +131,7 @@ class RunReport:
     """A whole run.
 
     Attributes:
-        model, variant, weights: what ran.
+        model, weights: what ran.
         platform, mesh, devices: where.
         dtype: of the weights.
         blocks: those in place, ``"native"`` or ``"upstream"``.
@@ -169,11 +139,9 @@ class RunReport:
         total_seconds: wall time.
         peak_host_bytes: the process's high-water mark, since it started.
         peak_device_bytes: the highest over the devices, where the backend tells.
-        implementations: what is in place of every component that has a choice.
     """
 
     model: str
-    variant: str
     weights: str
     platform: str
     mesh: str
@@ -184,7 +152,6 @@ class RunReport:
     total_seconds: float
     peak_host_bytes: int
     peak_device_bytes: int | None
-    implementations: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -223,7 +190,7 @@ class RunReport:
 
         The rest of a report is for ``--json`` and ``--report``.
         """
-        rows = [("compiled", self._compiled()), ("cut", self._cut() or "nothing")]
+        rows = [("compiled", self._compiled())]
         stepping = [s for s in self.stages if s.seconds_per_call is not None]
         for stage in sorted(stepping, key=lambda s: s.unit != "step")[:1]:
             each = each_text(stage.seconds_per_call or 0.0)
@@ -245,19 +212,6 @@ class RunReport:
         text = f"{plural(sum(counts.values()), 'program')} in {seconds:.1f} s"
         kept = counts["loaded"] + counts["cached"]
         return text + (f", {kept} of them from the cache" if kept else "")
-
-    def _cut(self) -> str:
-        """What is not as it was asked for, or not whole: prompts, tiles, attention."""
-        told = [text for stage in self.stages for text in stage.cut]
-        tilings = [stage.tiling for stage in self.stages if stage.tiling is not None]
-        told += [tiling["line"] for tiling in tilings if tiling["tiled"]]
-        told += [
-            f"{stage.stage}: {record['notice']}"
-            for stage in self.stages
-            for record in stage.attention
-            if record.get("notice")
-        ]
-        return "; ".join(dict.fromkeys(told))
 
 
 def peak_host_bytes() -> int:
@@ -331,9 +285,6 @@ class Reporter:
 
     def advanced(self, stage: str, done: int, total: int) -> None:
         """``done`` of ``total`` calls ended."""
-
-    def delivered(self, stage: str, frames: int, total: int) -> None:
-        """``frames`` of ``total`` frames are finished, counted batch by batch."""
 
     def stage_finished(self, report: StageReport) -> None:
         """A stage ended."""

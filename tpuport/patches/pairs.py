@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.context import HEADS, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.pair_rotations import pairs_apart, pairs_together
 
@@ -57,7 +57,7 @@ def are_heads(context: OpContext, before: Sequence[int], after: Sequence[int]) -
     *same, heads, width = after
     return (
         context.platform == "tpu"
-        and context.axis_size(context.attention.heads) == 1
+        and context.axis_size(HEADS) == 1
         and tuple(same) == tuple(before[:-1])
         and 1 < heads <= MOST_HEADS
         and width % LANES == 0

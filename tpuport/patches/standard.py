@@ -40,8 +40,6 @@ OVERRIDES = (
     CONVOLUTION,
     PADDING,
     *MISSING,
+    *PAIRS,
 )
-"""Norms, activations, resizing, convolutions, padding and sums."""
-
-ANY_OVERRIDES = (*OVERRIDES, *PAIRS)
-"""And pairs of lanes: native blocks hold no pairs."""
+"""Norms, activations, resizing, convolutions, padding, sums and pairs of lanes."""

@@ -9,7 +9,7 @@ import pytest
 from tpuport.cli.asked.sessions import check_early
 from tpuport.cli.asked.settings import Settings
 from tpuport.core.enums import Backend
-from tpuport.core.spec.rules import check_folder
+from tpuport.core.files.folders import check_folder
 from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
 
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import tpuport
-from tests.cli.conftest import Cli
+from tests.cli.tools import Cli
 from tests.pipelines.example import all_examples, made, run, saved
 from tpuport import targets
-from tpuport.cli.runs import any_pipeline
 from tpuport.core.reports import Reporter
 from tpuport.plugin import ModelPlugin, Module
 
@@ -42,8 +41,6 @@ def test_what_is_compiled_ahead_runs_and_is_upstreams(
     twice.
     """
     monkeypatch.setattr(targets, "plugin_for", lambda pipeline: PLUGIN)
-    for module in (any_pipeline, targets):
-        monkeypatch.setattr(module, "reader_of", lambda pipeline: None)
     folder = saved(made(all_examples()["CogVideoXPipeline"])[0], tmp_path / "cog")
     bare = Path(shutil.copytree(folder, tmp_path / "bare"))
     for file in bare.rglob("*.safetensors"):

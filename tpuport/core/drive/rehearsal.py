@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -24,9 +24,9 @@ from tpuport.core.arrays import array_dtype, torch_dtype
 from tpuport.core.drive.driving import Drive, driving
 from tpuport.core.drive.step_caches import standing, step_caches
 from tpuport.core.enums import Backend, Blocks, StageName
+from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.pipelines.folder import PipelineFolder
-from tpuport.core.programs.lowering import Traced as Told
 from tpuport.core.programs.module_programs import ARITHMETIC, lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import Reporter
@@ -91,6 +91,11 @@ class Rehearsed:
         """The module's name, for people."""
         return self.name
 
+    @property
+    def flags(self) -> ChosenFlags:
+        """What tpuport sets of the compiler's flags for it."""
+        return flags_for(self.mesh.devices.flat[0], *self.stages)
+
     def traced(self) -> jax.stages.Traced:
         """The traced program."""
         assert self._traced is not None
@@ -107,13 +112,6 @@ class Rehearsed:
         program = self.lowered()
         return module_key(
             self.name, self.module, self.mesh, self.weights, program, self.stages
-        )
-
-    def told(self) -> Told:
-        """What tracing it told."""
-        return Told(
-            attention=tuple(map(asdict, self.attention)),
-            convolutions=tuple(map(asdict, self.convolutions)),
         )
 
     def forget(self) -> None:
@@ -308,7 +306,7 @@ def without_weights(
         place = folder.folder / name
         if not _is_module(cls):
             with building(class_name, f"{name}/"):
-                parts[name] = cls.from_pretrained(place, local_files_only=True)
+                parts[name] = folder.part(name, dtype)
             continue
         with (
             building(class_name, f"{name}/config.json"),

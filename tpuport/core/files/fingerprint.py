@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +14,6 @@ from tpuport.errors import UsageError, WeightsError
 
 #: Files up to this size are fingerprinted whole, larger ones by samples.
 FINGERPRINT_WHOLE_BYTES = 64 << 20
-#: The longest step of a file system's clock, FAT's.
-_SETTLES_NS = 2_000_000_000
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 64
 # Long enough for the JSON header of a sharded safetensors file.
@@ -100,17 +97,6 @@ def hash_output(path: Path) -> tuple[str, int]:
     parts = [(frame.name, *hash_output(frame)) for frame in frames]
     total = sum(size for _, _, size in parts)
     return hashlib.sha256(canonical(parts)).hexdigest(), total
-
-
-def settled(about: os.stat_result) -> tuple[int, ...] | None:
-    """What a file has as long as nobody writes to it or puts another in its place.
-
-    ``None`` for a file that was changed just now: the next change may come within the
-    same step of the file system's clock.
-    """
-    if time.time_ns() - about.st_ctime_ns < _SETTLES_NS:
-        return None
-    return about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns
 
 
 # --- what is installed, by package metadata: nothing is imported

@@ -1,10 +1,7 @@
-"""Frames as a program gives them, and whether they can be a video at all.
+"""Frames as bytes, and whether frames can be a video at all.
 
 Letters: B videos of a batch, F frames of a call, Y rows, X columns; 3 is red, green,
-blue. They leave a device as planes [B, 3, F, Y, X]: on a TPU three colours as the last
-dim take the memory of 128. The host makes frames [B, F, Y, X, 3] of them. Statistics
-are of the floats, before they become bytes, so that what is wrong with a video is found
-where only its bytes reach the host.
+blue. Statistics are of the floats, before they become bytes.
 """
 
 from __future__ import annotations
@@ -13,112 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.enums import Pixels
-from tpuport.errors import UsageError, VideoError
+from tpuport.errors import VideoError
 
 if TYPE_CHECKING:
-    import jax
     import numpy as np
-
-    from tpuport.core.mesh.spatial_split import Space
-
-PIXELS = tuple(Pixels)
-"""What frames are made of: floats in [0, 1], or bytes."""
 
 STATISTICS = ("finite", "low", "high")
-"""What :func:`encode_pixels` tells besides the frames."""
-
-
-def check_pixels(pixels: str) -> Pixels:
-    """``pixels``, if it is one of :class:`Pixels`.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if pixels not in list(Pixels):
-        raise UsageError(f"pixels {pixels!r}: choose from {', '.join(Pixels)}")
-    return Pixels(pixels)
-
-
-# --- on the device
-
-
-def encode_pixels(
-    x: jax.Array,
-    pixels: str,
-    space: Space | None = None,
-    counts: jax.Array | None = None,
-) -> dict[str, jax.Array]:
-    """Planes as they leave the device, with what :class:`FrameChecks` needs of them.
-
-    Bytes are those of :func:`tpuport.core.files.frames.to_uint8`: the same float32
-    product, rounded the same way, a tie to the even byte.
-
-    Args:
-        x: float32 of shape [B, 3, F, Y, X]; values outside [0, 1] are clipped.
-        pixels: ``"float32"`` or ``"uint8"``.
-        space: how the picture is split over devices, where it is; the statistics are
-            then of the whole picture.
-        counts: booleans [F]: which frames are of the video; the statistics leave the
-            others out, of which nothing is finite then. All of them without it.
-
-    Returns:
-        ``frames`` [B, 3, F, Y, X], for :func:`as_frames`; ``finite`` int32 [B, F], how
-        many values of a frame are finite (counted before the clip, which would hide an
-        infinite one); ``low`` and ``high`` float32 [B, 3], the extremes of each colour
-        after it.
-
-    Raises:
-        UsageError: ``pixels`` is neither.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    check_pixels(pixels)
-    # Planes once: each of what follows would else take its three colours out of the
-    # 128 that a TPU has of them, and turn them, by itself.
-    x = jax.lax.optimization_barrier(x.astype(jnp.float32))
-    clipped = jnp.clip(x, 0.0, 1.0)
-    frames = clipped
-    if pixels == Pixels.UINT8:
-        # NaN has no byte; what becomes of it is never shown.
-        whole = jnp.nan_to_num(clipped, nan=0.0)
-        frames = jnp.rint(whole * jnp.float32(255)).astype(jnp.uint8)
-    finite, lows, highs = jnp.isfinite(x), clipped, clipped
-    real = None if space is None else space.mask(x.shape, (3, 4))
-    if counts is not None:
-        counts = counts[:, None, None]
-        real = counts if real is None else real & counts
-    if real is not None:
-        finite = finite & real
-        lows = jnp.where(real, lows, jnp.inf)
-        highs = jnp.where(real, highs, -jnp.inf)
-    count = finite.sum(axis=(1, 3, 4), dtype=jnp.int32)
-    low, high = lows.min(axis=(2, 3, 4)), highs.max(axis=(2, 3, 4))
-    if space is not None:
-        count, low, high = space.sum(count), space.smallest(low), space.largest(high)
-    return {"frames": frames, "finite": count, "low": low, "high": high}
-
-
-# --- on the host
-
-
-def as_frames(planes: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Planes [B, 3, F, Y, X] as frames [B, F, rows, columns, 3].
-
-    Split in space, a picture comes with phantom rows and columns at the end: what is
-    beyond ``rows`` and ``columns`` is cut off.
-    """
-    import numpy as np
-
-    return np.ascontiguousarray(np.moveaxis(planes[..., :rows, :columns], 1, -1))
+"""What :func:`measure` tells."""
 
 
 def measure(frames: np.ndarray) -> dict[str, np.ndarray]:
-    """The statistics of :func:`encode_pixels`, of whole frames that are on the host.
+    """The statistics of frames, for :class:`FrameChecks`.
 
     Args:
         frames: float of shape [B, F, Y, X, 3], in [0, 1].
+
+    Returns:
+        ``finite`` [B, F], how many values of a frame are finite; ``low`` and ``high``
+        [B, 3], the extremes of each colour.
     """
     import numpy as np
 
@@ -128,23 +37,6 @@ def measure(frames: np.ndarray) -> dict[str, np.ndarray]:
         "low": frames.min(axis=(1, 2, 3)),
         "high": frames.max(axis=(1, 2, 3)),
     }
-
-
-def encode_on_host(x: np.ndarray, pixels: str) -> dict[str, np.ndarray]:
-    """:func:`encode_pixels` of planes [B, 3, F, Y, X] that are on the host.
-
-    Raises:
-        UsageError: ``pixels`` is neither.
-    """
-    import numpy as np
-
-    check_pixels(pixels)
-    finite = np.isfinite(x).sum(axis=(1, 3, 4), dtype=np.int32)
-    frames = np.clip(x, 0, 1)
-    low, high = frames.min(axis=(2, 3, 4)), frames.max(axis=(2, 3, 4))
-    if pixels == Pixels.UINT8:
-        frames = to_uint8(np.nan_to_num(frames, nan=0.0, copy=False))
-    return {"frames": frames, "finite": finite, "low": low, "high": high}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,7 +65,7 @@ class FrameChecks:
         Args:
             first: the index of the first of them.
             shape: of the frames, [B, F, Y, X, 3].
-            statistics: from :func:`encode_pixels` or :func:`measure`.
+            statistics: from :func:`measure`.
 
         Raises:
             VideoError: the frames are not of such a shape, or empty.

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-#: What a replay compares: of stages the latents, of a whole pipeline the frames.
-DIGESTS = ("latents_sha256", "frames_sha256")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
     """The files, or folders of PNGs, of some videos, found to be writable.
@@ -135,7 +131,7 @@ class Video:
             "prompt": request["prompts"][index],
             "negative_prompt": request["negative_prompts"][index],
             "seed": request["seeds"][0][index % len(request["seeds"][0])],
-            **{name: self.data[name] for name in DIGESTS if name in self.data},
+            "frames_sha256": self.data["frames_sha256"],
         }
 
 
@@ -147,12 +143,10 @@ class VideoFiles:
     Args:
         outputs: where they go.
         fps: frames per second.
-        frames: of each video; one that has them all is completed at once.
     """
 
-    def __init__(self, outputs: Outputs, fps: float, frames: int) -> None:
+    def __init__(self, outputs: Outputs, fps: float) -> None:
         self.outputs = outputs
-        self._frames = frames
         self._writers = [
             VideoWriter(path, outputs.kind, fps) for path in outputs.wanted
         ]
@@ -174,9 +168,6 @@ class VideoFiles:
         """
         for writer, part in zip(self._writers[first:], frames, strict=False):
             writer.append(part)
-            if writer.frames == self._frames:
-                # An encoder is a process; those of batches that are done would pile up.
-                writer.finish()
 
     def sound(self, index: int, samples: np.ndarray, rate: int) -> None:
         """The sound of a video; see :meth:`VideoWriter.add_sound`."""

@@ -25,16 +25,6 @@ _PATIENCE = 0.2
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def check_free(folder: Path) -> None:
-    """Refuse a run directory that another process works on; makes nothing.
-
-    Raises:
-        ArtifactError: which process does.
-    """
-    if (number := holder(folder)) is not None:
-        raise _at_work(folder, number)
-
-
 def holder(folder: Path) -> int | None:
     """The number of the process that works on a run directory; 0 if it is not known."""
     try:

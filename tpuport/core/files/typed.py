@@ -6,15 +6,14 @@ every one that tpuport wrote is held against its type by :func:`checked`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from tpuport.core.files.atomic import one_line
-from tpuport.errors import ArtifactError, MeshError, TpuportError, UsageError
+from tpuport.errors import ArtifactError, TpuportError, UsageError
 
 T = TypeVar("T")
 
@@ -114,23 +113,6 @@ def checked(
         named += f", found {_short(first['input'])}"
     others = f"; {len(more)} more" if more else ""
     raise ArtifactError(f"{file}: {named}{others}); {remedy}")
-
-
-@contextlib.contextmanager
-def recorded_in(file: object, field: str, remedy: str) -> Iterator[None]:
-    """What the block refuses as a wrong request is a wrong field of a file.
-
-    Raises:
-        ArtifactError: in place of the UsageError.
-    """
-    try:
-        yield
-    except MeshError:  # of this machine, as much as of the file
-        raise
-    except UsageError as error:
-        raise ArtifactError(f"{file}: has no usable {field} ({error}); {remedy}") from (
-            error
-        )
 
 
 @functools.cache

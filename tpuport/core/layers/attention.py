@@ -1,4 +1,4 @@
-"""One override of ``scaled_dot_product_attention``, and how it is split over a mesh.
+"""``scaled_dot_product_attention``, and how it is split over a mesh.
 
 Legend: B batch, H heads (Hk of keys), L tokens (Lq queries, Lk keys), D head dim (Dv
 of values). Sizes with letters of their own, such as Lv and Dk, may not fit together
@@ -22,29 +22,19 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Int, Shaped
-from tpuport.core.tracing.context import AttentionRecord, OpContext
-from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.context import (
+    BATCH,
+    HEADS,
+    TOKENS,
+    AttentionRecord,
+    OpContext,
+)
 from tpuport.core.tracing.ported_module import on_devices
-from tpuport.errors import AttentionError, UsageError
+from tpuport.errors import AttentionError
 from tpuport.kernels.attention.attention import attention
 from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.kernels.attention.problem import describe
-from tpuport.kernels.attention.selection import IMPLEMENTATIONS, Selection, select
-
-
-def check_implementation(choice: AttentionChoice, platform: str) -> AttentionChoice:
-    """The choice, if programs of that platform can have it.
-
-    Raises:
-        UsageError: the choice is for other devices.
-    """
-    for one in IMPLEMENTATIONS:
-        if one.name == choice.name and one.platform not in (None, platform):
-            raise UsageError(
-                f"attention {choice.name!r} is a kernel for {one.platform}; the "
-                f"devices of this mesh are {platform}. Use auto, reference or blockwise"
-            )
-    return choice
+from tpuport.kernels.attention.selection import Selection, select
 
 
 def _four_dims(
@@ -314,18 +304,18 @@ def _split(
 
     ``placed`` says whether a query needs its position.
     """
-    axis, policy = context.axis, context.attention
+    axis = context.axis
     batch, heads = q.shape[-4:-2]
-    batch_axis = axis(policy.batch, batch)
-    head_axis = axis(policy.heads, heads)
+    batch_axis = axis(BATCH, batch)
+    head_axis = axis(HEADS, heads)
     # One key head serves all queries and is handed whole to every device.
-    kv_head_axis = axis(policy.heads, k.shape[1]) if k.shape[1] > 1 else None
+    kv_head_axis = axis(HEADS, k.shape[1]) if k.shape[1] > 1 else None
     if k.shape[1] > 1 and kv_head_axis is None:
         head_axis = None
     # A causal row, or a row with a window, needs its position, and a slice of the
     # queries has none. A slice of each frame needs no position: every device gets a
     # part of all frames.
-    sequence_axis = None if placed else axis(policy.sequence)
+    sequence_axis = None if placed else axis(TOKENS)
     queries = (batch_axis, head_axis, sequence_axis, None)
     return queries, (batch_axis, kv_head_axis, None, None)
 
@@ -424,15 +414,3 @@ def note_attention(
     if record not in context.records:
         context.records.append(record)
     return record
-
-
-ATTENTION = OpOverride(
-    targets=(
-        "torch.nn.functional.scaled_dot_product_attention",
-        "torch.ops.aten.scaled_dot_product_attention",
-    ),
-    make=lambda context: functools.partial(scaled_dot_product_attention, context),
-    owner="tpuport.core.layers.attention",
-    reason="masks, lengths and splits honoured exactly; no Lq x Lk array",
-)
-"""One of two overrides of every runtime; ``attention_lengths`` has the other."""

@@ -1,4 +1,4 @@
-"""Attention of any model on tokens that the compiler splits over the mesh.
+"""Attention on tokens that the compiler splits over the mesh.
 
 A self-attention exchanges tokens for heads around the kernel, so no device needs all
 keys of all heads (``sequence_parallel.py``). Other calls gather their keys, which are
@@ -19,13 +19,12 @@ import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Shaped
 from tpuport.core.layers.attention import (
-    ATTENTION,
     record_attention,
     scaled_dot_product_attention,
     split_attention,
 )
 from tpuport.core.layers.sequence_parallel import sequence_attention
-from tpuport.core.tracing.context import Active, OpContext
+from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.attention.attention import attention_feature_major
@@ -90,7 +89,7 @@ def _exchanged(
     scale: float | None,
     enable_gqa: bool,
 ) -> Float[Array, ...]:
-    ways = context.axis_size(context.attention.sequence)
+    ways = context.axis_size(TOKENS)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
     alike = alike and not (dropout_p or is_causal or context.implementation.window)
     exchanged = alike and ways > 1
@@ -148,9 +147,9 @@ def attend_whole_keys(
         return split_attention(context, q, k, v, scale=None)
     # A window holds neighbours within one sequence.
     choice = replace(context.implementation, window=None)
-    axis, policy = context.axis, context.attention
-    batch, heads = axis(policy.batch, q.shape[0]), axis(policy.heads, q.shape[1])
-    tokens = axis(policy.sequence)
+    axis = context.axis
+    batch, heads = axis(BATCH, q.shape[0]), axis(HEADS, q.shape[1])
+    tokens = axis(TOKENS)
     structs = (jax.ShapeDtypeStruct(x.swapaxes(2, 3).shape, x.dtype) for x in (q, k, v))
     record_attention(
         context,
@@ -171,9 +170,12 @@ def attend_whole_keys(
 
 
 EXCHANGED_ATTENTION = OpOverride(
-    targets=ATTENTION.targets,
+    targets=(
+        "torch.nn.functional.scaled_dot_product_attention",
+        "torch.ops.aten.scaled_dot_product_attention",
+    ),
     make=lambda context: functools.partial(exchanged_attention, context),
     owner="tpuport.core.layers.exchanged_attention",
-    reason="split over the mesh, and by kernels",
+    reason="masks and splits honoured exactly; no Lq x Lk array",
 )
-"""In place of ``ATTENTION``, for models whose tokens the compiler splits."""
+"""One of two overrides of every runtime; ``attention_lengths`` has the other."""

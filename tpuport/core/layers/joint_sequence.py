@@ -26,7 +26,7 @@ from tpuport.core.layers.sequence_parallel import (
     padded_length,
     sequence_attention,
 )
-from tpuport.core.tracing.context import Active
+from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, Active
 from tpuport.core.tracing.ported_module import constrain
 from tpuport.kernels.padding import pad_dim
 
@@ -70,7 +70,7 @@ class JointSequence:
         context = active.context
         padded = padded_length(
             length,
-            active.axis_size(context.attention.sequence),
+            active.axis_size(TOKENS),
             platform=context.platform,
             head_dim=head_dim,
             chip=context.chip,
@@ -90,13 +90,13 @@ class JointSequence:
         The network sums partial products over the devices of the head axis, in the
         weights' dtype as in any other linear layer, not in float32.
         """
-        return self.active.axis_size(self.active.context.attention.heads) > 1
+        return self.active.axis_size(HEADS) > 1
 
     def split(self, x: Shaped[Array, "b l *rest"]) -> Shaped[Array, "b l *rest"]:
         """``x`` [B, L, ...] with its tokens split over the sequence axis."""
         if not self.divided:
             return self.whole(x)
-        return self._constrain(x, self.active.context.attention.sequence)
+        return self._constrain(x, TOKENS)
 
     def whole(self, x: Shaped[Array, "b l *rest"]) -> Shaped[Array, "b l *rest"]:
         """``x`` [B, L, ...] with all its tokens on every device of the axis."""
@@ -119,9 +119,9 @@ class JointSequence:
 
     def axes(self, batch: int) -> tuple[str | None, str | None]:
         """The mesh axes that split ``batch`` items and the tokens, or ``None``."""
-        context, policy = self.active.context, self.active.context.attention
-        sequence = policy.sequence if self.divided else None
-        return context.axis(policy.batch, batch), context.axis(sequence)
+        context = self.active.context
+        sequence = TOKENS if self.divided else None
+        return context.axis(BATCH, batch), context.axis(sequence)
 
     def is_text(self) -> Bool[Array, "l"]:
         """Which tokens are text, bool [L]."""
@@ -145,7 +145,7 @@ class JointSequence:
         self, x: Shaped[Array, "b l *rest"], axis: str | None
     ) -> Shaped[Array, "b l *rest"]:
         context = self.active.context
-        batch = context.axis(context.attention.batch, x.shape[0])
+        batch = context.axis(BATCH, x.shape[0])
         return constrain(context.mesh, x, batch, context.axis(axis))
 
 

@@ -5,29 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tpuport.core.layers.attention import ATTENTION
 from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
+from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.runtime import Runtime
 
-EVERYWHERE: tuple[OpOverride, ...] = (ATTENTION, LENGTH_ATTENTION)
+EVERYWHERE: tuple[OpOverride, ...] = (EXCHANGED_ATTENTION, LENGTH_ATTENTION)
 """The op overrides of every model."""
 
 
-def model_runtime(
-    *,
-    overrides: Sequence[OpOverride] = (),
-    everywhere: Sequence[OpOverride] = EVERYWHERE,
-    **settings: Any,
-) -> Runtime:
-    """A runtime that has ``everywhere`` in front of a model's own overrides.
+def model_runtime(*, overrides: Sequence[OpOverride] = (), **settings: Any) -> Runtime:
+    """A runtime that has :data:`EVERYWHERE` in front of a model's own overrides.
 
     Args:
         overrides: the model's own.
-        everywhere: the op overrides of attention.
         settings: the other fields of :class:`~tpuport.core.tracing.runtime.Runtime`.
 
     Raises:
         OpConflictError: an operator does not exist, or is claimed twice.
     """
-    return Runtime(overrides=(*everywhere, *overrides), **settings)
+    return Runtime(overrides=(*EVERYWHERE, *overrides), **settings)

@@ -33,7 +33,14 @@ from tpuport.core.layers.ring import (
     ring_attention,
     too_short,
 )
-from tpuport.core.tracing.context import Active, AttentionRecord, OpContext
+from tpuport.core.tracing.context import (
+    BATCH,
+    HEADS,
+    TOKENS,
+    Active,
+    AttentionRecord,
+    OpContext,
+)
 from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.attention.attention import attention, attention_feature_major
 from tpuport.kernels.attention.choice import AUTO
@@ -143,7 +150,7 @@ def sequence_attention(
     """Attention of all tokens on the tokens that count.
 
     Args:
-        active: what is being traced: its mesh, its attention policy and implementation.
+        active: what is being traced: its mesh and its attention.
         q, k, v: of shape [B, H, L, D], or [B, H, D, L] with ``feature_major``; L is
             a multiple of S. ``v`` may have another D. For a key that does not count
             ``v`` is zero and ``k`` is finite.
@@ -226,14 +233,14 @@ class _Exchange:
         cls, active: Active, batch: int, heads: int, *, feature_major: bool
     ) -> _Exchange:
         """The exchange for ``batch`` items of ``heads`` heads."""
-        context, policy = active.context, active.context.attention
-        batch_axis = context.axis(policy.batch, batch)
-        head_axis = context.axis(policy.heads, heads)
+        context = active.context
+        batch_axis = context.axis(BATCH, batch)
+        head_axis = context.axis(HEADS, heads)
         each = heads // context.axis_size(head_axis)
         local = batch // context.axis_size(batch_axis), each
         return cls(
-            split=(batch_axis, head_axis, context.axis(policy.sequence), None),
-            degrees=degrees(math.prod(local), context.axis_size(policy.sequence)),
+            split=(batch_axis, head_axis, context.axis(TOKENS), None),
+            degrees=degrees(math.prod(local), context.axis_size(TOKENS)),
             local=local,
             tokens=3 if feature_major else 2,
         )

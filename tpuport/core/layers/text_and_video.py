@@ -28,7 +28,7 @@ from tpuport.core.layers import joint_sequence, token_norms
 from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
-from tpuport.core.tracing.context import current
+from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, current
 from tpuport.core.tracing.ported_module import on_devices
 
 Heads = tuple[Float[Array, "b h m n"], Float[Array, "b h m n"], Float[Array, "b h m n"]]
@@ -295,7 +295,7 @@ def attend_streams(
 
 def _sequence_axis(sequence: JointSequence) -> str | None:
     context = sequence.active.context
-    return context.axis(context.attention.sequence)
+    return context.axis(TOKENS)
 
 
 def _window(
@@ -329,14 +329,14 @@ def _mapped(
     out_split: bool,
 ) -> Float[Array, "b ..."]:
     """``run`` on every device; the first of ``arrays`` is split along its tokens."""
-    context, policy = sequence.active.context, sequence.active.context.attention
+    context = sequence.active.context
     first = arrays[0]
     whole: list[str | None] = [None] * first.ndim
-    whole[0] = context.axis(policy.batch, first.shape[0])
+    whole[0] = context.axis(BATCH, first.shape[0])
     if first.ndim == 4:
-        whole[1] = context.axis(policy.heads, first.shape[1])
+        whole[1] = context.axis(HEADS, first.shape[1])
     split = list(whole)
-    split[dim] = context.axis(policy.sequence)
+    split[dim] = context.axis(TOKENS)
     axes = [tuple(split), *(tuple(whole) for _ in arrays[1:])]
     result = tuple(split if out_split else whole)
     return on_devices(context.mesh, run, arrays, axes, result)

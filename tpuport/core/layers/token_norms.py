@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.tracing.context import HEADS
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.norms.token_norm import head_norm_rotary, modulated_layer_norm
@@ -227,7 +228,7 @@ def _turned_by_kernel(
 ) -> Float[Array, "b h d l"]:
     """:func:`turned` by the kernel, for ``x`` [B, H, D, L] in the result's dtype."""
     context = sequence.active.context
-    heads = context.axis(context.attention.heads, x.shape[1])
+    heads = context.axis(HEADS, x.shape[1])
     if norm.across and heads is not None:
         raise NotImplementedError("devices hold different heads of a token")
     run = functools.partial(

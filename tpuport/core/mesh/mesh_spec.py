@@ -151,28 +151,6 @@ class MeshSpec:
     def __str__(self) -> str:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
 
-    def validate(self, heads: Mapping[str, int], devices: int | None = None) -> None:
-        """Check that the mesh splits the heads evenly.
-
-        Args:
-            heads: attention heads by component.
-            devices: how many there are; no larger value is offered.
-
-        Raises:
-            MeshError: tp does not divide the heads of a component; the message has the
-                legal values.
-        """
-        tp = self.shape["tp"]
-        uneven = [f"{h} heads of {name}" for name, h in heads.items() if h % tp]
-        if uneven:
-            common = math.gcd(*heads.values())
-            legal = [str(n) for n in divisors(common) if n <= (devices or common)]
-            raise MeshError(
-                f"mesh {self}: tp={tp} does not divide the {', '.join(uneven)}; legal "
-                f"tp values: {', '.join(legal)} (sp, which splits tokens, takes any "
-                "degree)"
-            )
-
     def _open_axes(self) -> list[str]:
         return [axis for axis in AXES if getattr(self, axis) == -1]
 
@@ -191,44 +169,6 @@ class MeshSpec:
                 sizes[axis] = most.get(axis, math.gcd)(asked, left)
                 left //= sizes[axis]
         return replace(self, **sizes)
-
-
-def auto_mesh(
-    device_count: int,
-    *,
-    heads: Mapping[str, int] | None,
-    batch: int | None,
-    tokens: bool = False,
-) -> MeshSpec:
-    """A mesh that fits, chosen by three plain rules, in this order.
-
-    1. dp is 2 when the batch and the device count are both even (the two halves of
-       classifier-free guidance share nothing but weights), else 1.
-    2. tp is the largest number that divides every head count and the devices left by
-       dp. Without heads nothing limits it. With ``tokens`` it is 1.
-    3. sp takes what is left, so that no device stays unused.
-
-    Args:
-        device_count: of all devices.
-        heads: attention heads by component.
-        batch: rows of the denoiser's batch.
-        tokens: the model splits its tokens as well as it would split its heads, and
-            sums nothing over the network then.
-
-    Returns a mesh of all the devices that passes :meth:`MeshSpec.validate` with
-    the same heads, and whose dp divides the batch.
-
-    Raises:
-        MeshError: there is no device.
-    """
-    if device_count < 1:
-        raise MeshError(f"a mesh needs devices, there are {device_count}")
-    dp = 2 if batch and batch % 2 == 0 and device_count % 2 == 0 else 1
-    left = device_count // dp
-    # gcd() of nothing is 0, which every number divides: no heads, no limit.
-    common = math.gcd(*(heads or {}).values())
-    tp = 1 if tokens else math.gcd(common, left)
-    return MeshSpec(dp=dp, sp=left // tp, tp=tp)
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:

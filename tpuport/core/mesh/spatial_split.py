@@ -15,7 +15,7 @@ Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,6 @@ from tpuport.core.compat import without_folding
 from tpuport.core.mesh.device_mesh import mesh_over
 from tpuport.core.mesh.mesh_spec import divisors
 from tpuport.core.mesh.picture_marks import Mark, marked
-from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
     import jax
@@ -290,43 +289,8 @@ class Space:
 
         return jax.lax.psum(x, self.axes) if self.axes else x
 
-    def smallest(self, x: jax.Array) -> jax.Array:
-        """Element by element the smallest of all devices that share a picture."""
-        import jax
-
-        return jax.lax.pmin(x, self.axes) if self.axes else x
-
-    def largest(self, x: jax.Array) -> jax.Array:
-        """Element by element the largest of all devices that share a picture."""
-        import jax
-
-        return jax.lax.pmax(x, self.axes) if self.axes else x
-
 
 # ---------------------------------------------------------------------- programs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpatialLayout:
-    """Which dims of a program's arrays are rows and columns, in letters.
-
-    A layout such as ``"BCTYX"`` names every dim: B, Y and X are split, all others are
-    whole on every device. A layout holds for every array of its part of a tree; ``"B"``
-    is for arrays with one number a video. Programs get pictures that are padded at the
-    end until their sides divide, and return padded pictures.
-
-    Attributes:
-        inputs: of each input by name; the first one has the resolution that is split.
-        carry: of all arrays of the carry.
-        output: of the output, or of its parts by name.
-        granule: rows and columns of the first input that stay together on a device: of
-            an encoder, as many as become one.
-    """
-
-    inputs: Mapping[str, str]
-    carry: str
-    output: str | Mapping[str, str]
-    granule: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,40 +326,6 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
     return SpatialSplit(videos=by_video, rows=best[0], columns=best[1])
 
 
-def split_of(
-    layout: SpatialLayout, mesh: jax.sharding.Mesh, inputs: Mapping[str, Any]
-) -> tuple[SpatialSplit, Space]:
-    """How a program with these inputs is split over the devices of ``mesh``.
-
-    Args:
-        inputs: arrays or ``ShapeDtypeStruct`` by name, whole and without padding.
-
-    Raises:
-        PluginError: an input has no layout, or not as many dims as its layout.
-    """
-    for name, value in inputs.items():
-        letters = layout.inputs.get(name)
-        if letters is None or len(letters) != len(value.shape):
-            raise PluginError(
-                f"input {name!r} of shape {tuple(value.shape)} of a program that is "
-                f"split in space has the layout {letters!r}"
-            )
-    first, letters = next(iter(layout.inputs.items()))
-    shape = dict(zip(letters, inputs[first].shape, strict=True))
-    rows, columns = (shape[letter] // layout.granule for letter in "YX")
-    if (rows * layout.granule, columns * layout.granule) != (shape["Y"], shape["X"]):
-        raise PluginError(
-            f"input {first!r} of shape {tuple(inputs[first].shape)}: {layout.granule} "
-            "rows and columns stay together, and they do not divide it"
-        )
-    split = choose_split(mesh.size, shape["B"], rows, columns)
-    space = Space(
-        rows=Side(axis=ROWS, parts=split.rows, size=rows),
-        columns=Side(axis=COLUMNS, parts=split.columns, size=columns),
-    )
-    return split, space
-
-
 def spatial_mesh(mesh: jax.sharding.Mesh, split: SpatialSplit) -> jax.sharding.Mesh:
     """The devices of ``mesh``, in its order, along the axes of a split."""
     sizes = (split.videos, split.rows, split.columns)
@@ -408,21 +338,3 @@ def partition(letters: str) -> jax.sharding.PartitionSpec:
 
     axes = {"B": VIDEOS, "Y": ROWS, "X": COLUMNS}
     return PartitionSpec(*(axes.get(letter) for letter in letters))
-
-
-def padded(space: Space, letters: str, x: jax.Array) -> jax.Array:
-    """A whole array with phantom rows and columns, so that it divides.
-
-    Args:
-        letters: its layout. Its rows and columns are a whole multiple of those that are
-            split.
-    """
-    import jax.numpy as jnp
-
-    pads = [(0, 0)] * x.ndim
-    for letter, side in (("Y", space.rows), ("X", space.columns)):
-        if letter in letters:
-            dim = letters.index(letter)
-            each = x.shape[dim] // side.size
-            pads[dim] = (0, (side.each * side.parts - side.size) * each)
-    return jnp.pad(x, pads) if any(p != (0, 0) for p in pads) else x

@@ -12,7 +12,7 @@ import numpy as np
 import pydantic
 import yaml
 
-from tpuport.core.files.sources import read_image, read_video, to_images
+from tpuport.core.files.sources import read_image, read_video
 from tpuport.core.pipelines.folder import Media, PipelineFolder
 from tpuport.core.spec.run_settings import Asked
 from tpuport.errors import UsageError, did_you_mean, quoted
@@ -123,8 +123,8 @@ def default_of(folder: PipelineFolder, field: str) -> Any:
 
 def _media(field: str, value: Any) -> Any:
     if field == "image":
-        return to_images(read_image(value).pixels)[0]
-    return to_images(read_video(value).pixels[0]) if field == "video" else value
+        return read_image(value)
+    return read_video(value) if field == "video" else value
 
 
 def _option(folder: PipelineFolder, name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A pipeline in the layout that ``save_pretrained`` writes, with no plugin for it.
+"""A pipeline in the layout that ``save_pretrained`` writes.
 
 The index names the class. The signature of the class says what a call takes. The inputs
 of its blocks say so for a modular pipeline.
@@ -18,9 +18,9 @@ import diffusers
 import torch
 import transformers
 
+from tpuport.core.arrays import all_finite
 from tpuport.core.enums import Tiling, denoises
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.absent_packages import absent_packages, needs_of
 from tpuport.core.weights.checkpoint import (
@@ -67,7 +67,7 @@ class PipelineFolder:
         index: ``model_index.json``, or ``modular_model_index.json``.
         checkpoint: the folder, as far as weights and fingerprints go.
         guidance: the scale, for a pipeline whose guidance is a component.
-        tiling: whether autoencoders work in tiles; AUTO is as upstream has it.
+        tiling: whether autoencoders work in tiles; ``None`` is as upstream has it.
         scheduler: a class in place of the checkpoint's scheduler, made from its config;
             empty for the checkpoint's own.
     """
@@ -77,7 +77,7 @@ class PipelineFolder:
     index: Mapping[str, Any]
     checkpoint: Checkpoint
     guidance: float | None = None
-    tiling: Tiling = Tiling.AUTO
+    tiling: Tiling | None = None
     scheduler: str = ""
 
     @classmethod
@@ -392,7 +392,7 @@ class PipelineFolder:
             if not hasattr(component, "enable_tiling"):
                 continue
             needed = type(component).__name__ in _TILED
-            if self.tiling == Tiling.ON or (needed and self.tiling == Tiling.AUTO):
+            if self.tiling == Tiling.ON or (needed and self.tiling is None):
                 component.enable_tiling()
             elif self.tiling == Tiling.OFF:
                 component.disable_tiling()
@@ -440,7 +440,7 @@ class PipelineFolder:
         """
         self.checkpoint.weight_files(name)
         with self._loading(name, dtype):
-            found: torch.nn.Module = self._component(name, dtype)
+            found: torch.nn.Module = self.part(name, dtype)
         self._check_tensors(name, found)
         return found
 
@@ -471,15 +471,22 @@ class PipelineFolder:
     def _loaded(self, dtype: torch.dtype) -> Any:
         if self.blocks is None:
             cls: Any = self.pipeline_class
-            how = {"torch_dtype": dtype, "use_safetensors": True}
+            how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}
+            for name, (library, class_name) in self.components().items():
+                found = self.component_class(name, library, class_name)
+                if reads_otherwise(found, self.folder / name):
+                    how[name] = self.part(name, dtype)
             return cls.from_pretrained(self.folder, local_files_only=True, **how)
-        parts = {name: self._component(name, dtype) for name in self.components()}
+        parts = {name: self.part(name, dtype) for name in self.components()}
         return self.put_together(parts)
 
-    def _component(self, name: str, dtype: torch.dtype) -> Any:
+    def part(self, name: str, dtype: torch.dtype) -> Any:
+        """One component as upstream reads it, with its weights if it has some."""
         found = self.component_class(name, *self.components()[name])
         is_module = issubclass(found, torch.nn.Module)
         how = {"torch_dtype": dtype, "use_safetensors": True} if is_module else {}
+        if reads_otherwise(found, self.folder / name):
+            found = transformers.PreTrainedTokenizerFast
         return found.from_pretrained(self.folder / name, local_files_only=True, **how)
 
 
@@ -513,6 +520,19 @@ def class_taking(
         if whole and takes(cls, given) and plugin.suits(name, config):
             return str(name)
     return None
+
+
+def reads_otherwise(found: Any, folder: Path) -> bool:
+    """Whether a tokenizer's class splits text in another way than its file says.
+
+    ``LlamaTokenizer`` of transformers 5 splits as SentencePiece whatever the file says.
+    Of a file for bytes, as Llama 3 has it, it drops all spaces.
+    https://github.com/huggingface/transformers/issues/45488
+    """
+    if found not in (transformers.LlamaTokenizer, transformers.LlamaTokenizerFast):
+        return False
+    file = folder / "tokenizer.json"
+    return file.is_file() and '"ByteLevel"' in file.read_text("utf-8")
 
 
 def _all_blocks(blocks: Any) -> Iterator[Any]:

@@ -50,7 +50,7 @@ class How(TypedDict):
     blocks: Blocks
     sharding: str
     vae: str
-    vae_tiling: Tiling
+    vae_tiling: Tiling | None
 
 
 class Output(TypedDict):

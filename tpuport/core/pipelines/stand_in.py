@@ -1,21 +1,31 @@
 """A pipeline's folder made from configs alone: for plans, and for small trials.
 
 The folder is in the layout that ``save_pretrained`` writes. Tokenizers stand in for the
-published ones: a token is a letter. Their texts have other token counts, which matters
-only where a pipeline does not pad its prompts.
+published ones: a token is a letter, or a word of the texts that the configs name. Their
+texts have other token counts, which matters only where a pipeline does not pad its
+prompts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from tokenizers import pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from tpuport.core.pipelines.folder import without_bars
 from tpuport.errors import PluginError
@@ -24,7 +34,27 @@ from tpuport.errors import PluginError
 _T5 = ("<pad>", "</s>", "<unk>")
 _CLIP = ("<|startoftext|>", "<|endoftext|>")
 _GEMMA = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
-_QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_QWEN = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"),
+    *("<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+)
+_LLAMA = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>"),
+    *("<|end_header_id|>", "<|eot_id|>", "<pad>", "<image>"),
+)
+
+#: Turns of text, or of parts with text, as Qwen was trained on.
+_TURNS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + "
+    "(message.content if message.content is string else "
+    "message.content | map(attribute='text') | join) + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+#: How Llama 3 cuts a text into words.
+_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def write_configs(folder: Path, configs: Mapping[str, Any]) -> None:
@@ -32,7 +62,8 @@ def write_configs(folder: Path, configs: Mapping[str, Any]) -> None:
 
     Args:
         folder: empty.
-        configs: ``model_index``, and the config of each component that has one.
+        configs: ``model_index``, and the config of each component that has one. Of a
+            tokenizer it may have ``texts``: see :func:`tokenizer`.
 
     Raises:
         PluginError: a component has neither a config nor a tokenizer that can be made.
@@ -45,11 +76,11 @@ def write_configs(folder: Path, configs: Mapping[str, Any]) -> None:
         library, class_name = entry
         place = folder / name
         place.mkdir(parents=True)
-        if name in configs:
+        if "Tokenizer" in class_name:
+            tokenizer(class_name, **configs.get(name, {})).save_pretrained(place)
+        elif name in configs:
             config = {"_class_name": class_name, **configs[name]}
             _write(place / _file_of(class_name), config)
-        elif "Tokenizer" in class_name:
-            tokenizer(class_name).save_pretrained(place)
         elif library == "diffusers" and "Scheduler" in class_name:
             getattr(diffusers, class_name)().save_pretrained(place)
         else:
@@ -101,8 +132,11 @@ def class_of(library: str, name: str) -> Any:
     return found
 
 
-def tokenizer(class_name: str) -> Any:
+def tokenizer(class_name: str, texts: Sequence[str] = ()) -> Any:
     """A tokenizer of a class of transformers, with a token for each letter.
+
+    Args:
+        texts: whose words are tokens too, of a tokenizer of Llama or Qwen.
 
     Raises:
         PluginError: no stand-in is known for the class.
@@ -119,18 +153,63 @@ def tokenizer(class_name: str) -> Any:
         return transformers.T5Tokenizer(vocab=pieces)
     if kind == "CLIP":
         words = [*alphabet, *(f"{one}</w>" for one in alphabet), *_CLIP]
-        return transformers.CLIPTokenizer(vocab=_numbered(words), merges=[])
-    if kind in ("Gemma", "Llama"):
+        made = transformers.CLIPTokenizer(vocab=_numbered(words), merges=[])
+        made.model_max_length = 77
+        return made
+    if kind == "Llama":
+        return _llama(texts)
+    if kind == "Gemma":
         others = [f"<0x{byte:02X}>" for byte in range(256)]
         words = [*_GEMMA, "▁", *letters, *others]
         return transformers.GemmaTokenizer(vocab=_numbered(words), merges=[])
     if kind.startswith("Qwen"):
-        made = transformers.Qwen2Tokenizer(vocab=_numbered(alphabet), merges=[])
+        splitter = transformers.Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+        merges = _merges(splitter, texts)
+        vocab = _numbered([*alphabet, *map("".join, merges)])
+        made = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges)
         made.add_special_tokens({"additional_special_tokens": list(_QWEN)})
+        made.chat_template = _TURNS
         return made
     raise PluginError(
         f"there is no stand-in for a {class_name}; give --weights a folder, in which "
         "the tokenizer is"
+    )
+
+
+def _merges(splitter: Any, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of pieces to join, under which every word of the texts is one token."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = splitter
+    trainer = trainers.BpeTrainer(vocab_size=8192, min_frequency=1, show_progress=False)
+    learner.train_from_iterator(texts, trainer)
+    pairs = json.loads(learner.to_str())["model"]["merges"]
+    return [(first, second) for first, second in pairs]
+
+
+def _llama(texts: Sequence[str]) -> Any:
+    """A tokenizer of bytes and words in Llama 3's form; marks have ids 0 to 6."""
+    splitter = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    merges = _merges(splitter, texts)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = _numbered([*_LLAMA, *alphabet, *map("".join, merges)])
+    backend = Tokenizer(models.BPE(vocab=words, merges=merges))
+    backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False) for one in _LLAMA]
+    )
+    start, end = _LLAMA[:2]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A",
+        pair=f"{start} $A {start} $B",
+        special_tokens=[(start, words[start])],
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=start, eos_token=end, pad_token="<pad>"
     )
 
 
@@ -142,6 +221,8 @@ def _file_of(class_name: str) -> str:
     """The file that holds the config of a class."""
     if "Scheduler" in class_name:
         return "scheduler_config.json"
+    if "Guidance" in class_name:
+        return "guider_config.json"
     processor = class_name.endswith(("Processor", "FeatureExtractor"))
     return "preprocessor_config.json" if processor else "config.json"
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tpuport.core.enums import StageName
-from tpuport.core.spec.rules import check_own_folder
+from tpuport.core.files.folders import check_own_folder
 
 HLO, ACCOUNT = ".hlo.txt", ".account.json"
 

@@ -7,21 +7,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tpuport.core.cost.flops import model_flops
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.network import Network
 from tpuport.core.cost.program_time import Account, Kernels, account
+from tpuport.core.drive.rehearsal import Rehearsed
 from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.core.mesh.chips import Chip
-from tpuport.core.mesh.device_memory import plan_of, refused_bytes
+from tpuport.core.mesh.device_memory import array_bytes, plan_of, refused_bytes
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology
-from tpuport.core.plan.abstract_programs import device_bytes
-from tpuport.core.plan.build_ahead import CompileError
+from tpuport.core.plan.building import CompileError
 from tpuport.core.plan.dump_folder import ACCOUNT, HLO
-from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 
 #: Characters that are kept of a compiler's message.
 _WORDS = 400
@@ -102,42 +101,8 @@ class Measured:
         return self.flops / (self.seconds * self.devices * chip.peak_flops)
 
 
-class Compilable(Protocol):
-    """A program that can be compiled for a topology, and what it is part of.
-
-    Attributes:
-        stage, program_name, component: names, for people.
-        calls: how often the run calls it.
-        weights: of its component, as shapes with places.
-        resident: bytes of a device that are taken besides.
-        mesh: the devices that it is for.
-        attention, convolutions: what its calls run as, once it is traced.
-    """
-
-    @property
-    def stage(self) -> str: ...
-    @property
-    def program_name(self) -> str: ...
-    @property
-    def component(self) -> str: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def weights(self) -> Any: ...
-    @property
-    def resident(self) -> int: ...
-    @property
-    def mesh(self) -> Any: ...
-    @property
-    def attention(self) -> tuple[AttentionRecord, ...]: ...
-    @property
-    def convolutions(self) -> tuple[ConvolutionRecord, ...]: ...
-    def traced(self) -> Any: ...
-    def lowered(self) -> Any: ...
-
-
 def measure(
-    program: Compilable,
+    program: Rehearsed,
     topology: Topology,
     chip: Chip,
     kernels: Kernels,
@@ -156,7 +121,7 @@ def measure(
     started = time.perf_counter()
     lowered = program.lowered()
     lowered_at = time.perf_counter()
-    weights, resident = device_bytes(program.weights), program.resident
+    weights, resident = array_bytes(program.weights.values()), program.resident
     flops = model_flops(program.traced().jaxpr, program.attention)
     text = refused = ""
     before = time.perf_counter()

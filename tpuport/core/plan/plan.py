@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpuport.core.cost.program_time import Account
@@ -119,30 +119,25 @@ class Plan:
     """A run on a topology.
 
     Attributes:
-        model, variant, weights: what runs.
+        model, weights: what runs.
         topology: the name of the slice.
         chip: its constants.
         mesh: the devices.
         settings: the request, JSON-ready.
         dtype, attention, sharding: as ``generate`` takes them.
-        blocks: those in place; ``"upstream"`` where the model has no others.
+        blocks: those in place; ``"upstream"`` without a plugin that has others.
         stages: those planned, in order.
-        implementations: what is in place of every component that has a choice.
         compiler_flags: those that tpuport sets for these stages on the chip.
         sharding_plans: of the components on the mesh.
-        advice: what to change where it does not fit.
         meshes: with a search, what was found for each.
         files: what it wrote to the dump; of a search, all that was written.
         notes: what could not be known.
-        tiling: of stages that have the choice, whether they run in tiles: a
-            :class:`tpuport.core.spec.tiling.TilingDecision`, JSON-ready.
-        calls: of a rehearsed pipeline, every module that upstream calls: its name, its
+        calls: every module that upstream calls: its name, its
             stage, how often, and the dtypes and shapes of the inputs.
-        host_seconds: of a rehearsed step, outside of programs, on this machine.
+        host_seconds: of a step, outside of programs, on this machine.
     """
 
     model: str
-    variant: str
     weights: str
     topology: str
     chip: Chip
@@ -153,14 +148,11 @@ class Plan:
     sharding: str
     blocks: str
     stages: tuple[StagePlan, ...]
-    implementations: Mapping[str, str] = field(default_factory=dict)
     compiler_flags: tuple[str, ...] = ()
     sharding_plans: tuple[Any, ...] = ()
-    advice: list[dict[str, Any]] = field(default_factory=list)
     meshes: list[dict[str, Any]] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    tiling: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
     host_seconds: float | None = None
 
@@ -210,32 +202,15 @@ class Plan:
         stage = self.stage(DENOISE)
         return None if stage is None else stage.seconds_per_call
 
-    def joined(self, other: Plan) -> Plan:
-        """This plan and one of other stages of the same run on the same mesh."""
-        stages = sorted(
-            (*self.stages, *other.stages), key=lambda stage: STAGES.index(stage.name)
-        )
-        return replace(
-            self,
-            stages=tuple(stages),
-            compiler_flags=tuple(
-                dict.fromkeys((*self.compiler_flags, *other.compiler_flags))
-            ),
-            sharding_plans=other.sharding_plans,
-            files=[*self.files, *(f for f in other.files if f not in self.files)],
-            notes=[*self.notes, *other.notes],
-            tiling={**self.tiling, **other.tiling},
-        )
-
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready. Keys that scripts rely on are documented with the command."""
         denoise = self.stage(DENOISE)
         return {
-            **_told(self, "model variant weights topology"),
+            **_told(self, "model weights topology"),
             "chip": self.chip.as_dict(),
             "mesh": self.mesh.shape,
             "devices": self.mesh.size,
-            **_told(self, "settings dtype attention sharding blocks implementations"),
+            **_told(self, "settings dtype attention sharding blocks"),
             "compiler_flags": list(self.compiler_flags),
             "fits": self.fits,
             "hbm_bytes_per_chip": self.hbm_bytes,
@@ -264,7 +239,7 @@ class Plan:
             "stages": {stage.name: stage.as_dict() for stage in self.stages},
             "sharding_plans": [p.as_dict() for p in self.sharding_plans],
             "kernels": list(self.kernels),
-            **_told(self, "advice meshes files notes tiling calls"),
+            **_told(self, "meshes files notes calls"),
         }
 
 

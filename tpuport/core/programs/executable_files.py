@@ -1,8 +1,8 @@
 """Compiled programs as files, under the key of everything they depend on.
 
-A file is a zip of a header (JSON: the key, what tracing found) and the executable as
-jax serialises it. A file is used only when it is whole, and only under an equal key.
-Loading a file runs what is in it, as with jax's own cache: trust a folder of
+A file is a zip of a header (JSON: the key, and the seconds that it took) and the
+executable as jax serialises it. A file is used only when it is whole, and only under an
+equal key. Loading a file runs what is in it, as with jax's own cache: trust a folder of
 executables like the code itself.
 
 Sources: ``jax.experimental.serialize_executable`` at jax 0.10.2.
@@ -10,15 +10,12 @@ Sources: ``jax.experimental.serialize_executable`` at jax 0.10.2.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import pickle
 import re
-import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +27,9 @@ from tpuport.core.files.atomic import cannot_write, one_line, replacing
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.typed import checked
 from tpuport.core.programs.folder_place import SUFFIX
-from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.errors import ArtifactError
 
-TOO_LARGE = ".too-large"
 #: Of the key's digest, in a file's name.
 _DIGITS = 32
 
@@ -43,29 +38,17 @@ _HEADER, _PROGRAM = "header.json", "program"
 #: No header is near this.
 _HEADER_LIMIT = 16 << 20
 
-#: A cache folder is kept below this; the least recently used go first.
-CACHE_LIMIT_BYTES = 16 << 30
 
 #: Calls into libraries that jax hands to XLA only while it traces a program that uses
 #: them: an executable with one ends a process that loads it (jax issue 28908).
 _UNSAFE_ON_CPU = (b"lapack_", b"tridiagonal_solve_perturbed_ffi")
 
 
-class TracedRecord(TypedDict):
-    """:class:`~tpuport.core.programs.lowering.Traced` as JSON."""
-
-    attention: list[dict[str, Any]]
-    patches: list[dict[str, Any]]
-    convolutions: list[dict[str, Any]]
-
-
 class Header(TypedDict):
     """What a file begins with, as JSON."""
 
     key: dict[str, Any]
-    traced: TracedRecord
     seconds: float
-    needed: int | None
 
 
 class NotSerialisable(Exception):
@@ -79,19 +62,14 @@ class Entry:
     Attributes:
         path: of it.
         key: of the program.
-        traced: what tracing it told.
         seconds: what tracing and compiling took.
         size: bytes of the executable.
-        needed: bytes of a device at its peak, weights included, by the compiler;
-            ``None`` where it does not tell.
     """
 
     path: Path
     key: ProgramKey
-    traced: Traced
     seconds: float
     size: int
-    needed: int | None
 
 
 class ExecutableStore:
@@ -100,10 +78,10 @@ class ExecutableStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, key: ProgramKey, suffix: str = SUFFIX) -> Path:
+    def path(self, key: ProgramKey) -> Path:
         """Where the executable of a key is or will be."""
-        name = re.sub(r"[^A-Za-z0-9_.]", "_", f"{key.stage}-{key.program}")
-        return self.folder / f"{name}-{key.digest[:_DIGITS]}{suffix}"
+        name = re.sub(r"[^A-Za-z0-9_.]", "_", f"{key.component}-{key.program}")
+        return self.folder / f"{name}-{key.digest[:_DIGITS]}{SUFFIX}"
 
     def find(self, key: ProgramKey) -> Entry | None:
         """The entry of a key.
@@ -119,59 +97,25 @@ class ExecutableStore:
             raise ArtifactError(f"{path}: is of another program than its name says")
         return entry
 
-    def nearest_difference(self, key: ProgramKey) -> tuple[str, ...]:
-        """How the most alike program of the same model and name differs, in words.
-
-        Returns:
-            nothing where there is no such program.
-        """
-        stem = self.path(key).name[: -len(SUFFIX) - _DIGITS]
-        ranked = []
-        for path in self.folder.glob(f"{stem}*{SUFFIX}"):
-            with contextlib.suppress(ArtifactError, OSError):
-                other = read_entry(path).key
-                if other.model == key.model:
-                    found = key.difference(other)
-                    ranked.append((len(found), -path.stat().st_mtime, str(path), found))
-        return min(ranked)[-1] if ranked else ()
-
-    def keep_size(self, key: ProgramKey, needed: int) -> None:
-        """Remember the bytes of a device that a program takes which has no room."""
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path(key, TOO_LARGE)) as temporary:
-                temporary.write_text(str(needed))
-
-    def size(self, key: ProgramKey) -> int | None:
-        """What :meth:`keep_size` was told of a key."""
-        try:
-            return int(self.path(key, TOO_LARGE).read_text())
-        except (OSError, ValueError):
-            return None
-
     def write(
         self,
         key: ProgramKey,
         payload: bytes,
-        traced: Traced,
         *,
         seconds: float = 0.0,
-        needed: int | None = None,
     ) -> Entry:
         """Keep an executable; whole or not at all, whoever else writes it.
 
         Args:
             payload: from :func:`serialise`.
-            traced, seconds, needed: as :class:`Entry` has them.
+            seconds: as :class:`Entry` has them.
 
         Raises:
             ArtifactError: the folder cannot be written.
         """
         header = {
             "key": key.as_dict(),
-            "traced": asdict(traced),
             "seconds": seconds,
-            "needed": needed,
         }
         path = self.path(key)
         try:
@@ -217,10 +161,8 @@ def _read(path: Path, *, whole: bool) -> tuple[Entry, bytes]:
             entry = Entry(
                 path=path,
                 key=ProgramKey.from_dict(header["key"], path),
-                traced=Traced.from_dict(header["traced"]),
                 seconds=header["seconds"],
                 size=file.getinfo(_PROGRAM).file_size,
-                needed=header["needed"],
             )
             return entry, file.read(_PROGRAM) if whole else b""
     except OSError as error:
@@ -260,7 +202,7 @@ def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Com
     """The program of an entry, ready to be called; nothing is traced or compiled.
 
     Args:
-        arguments: (weights, carry, constants, inputs), which tell how they nest.
+        arguments: of the program, which tell how they nest.
         devices: the devices of its mesh, in order.
 
     Raises:
@@ -275,33 +217,4 @@ def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Com
         backend=devices[0].client,
         execution_devices=list(devices),
     )
-    with contextlib.suppress(OSError):
-        os.utime(entry.path)  # it was used: pruning takes the others first
     return compiled
-
-
-def prune(folder: Path, limit: int = CACHE_LIMIT_BYTES) -> list[Path]:
-    """Remove the least recently used files of a cache folder above ``limit`` bytes.
-
-    Executables and the entries of jax's own cache beside them count alike. Files of the
-    last minute stay: another process may be about to read what it wrote.
-
-    Returns:
-        What was removed.
-    """
-    found = []
-    for path in [*folder.rglob(f"*{SUFFIX}"), *folder.rglob("*-cache")]:
-        with contextlib.suppress(OSError):
-            about = path.stat()
-            used = max(about.st_atime, about.st_mtime)
-            found.append((used, about.st_size, path))
-    total = sum(size for _, size, _ in found)
-    removed = []
-    for used, size, path in sorted(found):
-        if total <= limit or used > time.time() - 60:
-            break
-        with contextlib.suppress(OSError):
-            path.unlink()
-            removed.append(path)
-            total -= size
-    return removed

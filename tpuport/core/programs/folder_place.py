@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from tpuport.core.spec.rules import check_own_folder
+from tpuport.core.files.folders import check_own_folder
 
 SUFFIX = ".executable"
 MANIFEST = "manifest.json"

@@ -6,16 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_NAMES = {
-    "num_frames": "frames",
-    "num_inference_steps": "steps",
-    "guidance_scale": "guidance",
-    "batch_size": "batch",
-    "matmul_precision": "matmul precision",
-    "step_cache": "step cache",
-    "host": "processor",
-    "version": "key version",
-}
+_NAMES = {"host": "processor", "version": "key version"}
 
 #: Arrays named one by one before the others are counted.
 _NAMED = 3
@@ -36,47 +27,21 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str,
 
     shapes = _arrays(before, after, "arguments")
     if not shapes and before["structure"] != after["structure"]:
-        shapes = ["the nesting of its arguments changed"]
-    found = [
-        *named("model", "form", "stage", "program", "component"),
+        shapes = ["what is traced changed"]
+    return (
+        *named("model", "component", "program"),
         *named("platform", "chip", "mesh"),
-        *each("options"),
         *(named("devices") if before["mesh"] == after["mesh"] else ()),
         *named("host"),
         *each("config", f"{after['component']} "),
         *shapes,
         *_arrays(before, after, "weights"),
-        *(
-            f"{name} source {'changed' if old and new else 'came' if new else 'went'}"
-            for name, old, new in _pairs(before["source"], after["source"])
-        ),
         *each("versions"),
         *named("compiler"),
         *_flags(before["flags"], after["flags"]),
         *each("settings"),
         *named("version"),
-    ]
-    # Only beside a difference that the program sees: more steps make no new program.
-    if found and shapes:
-        return (*request_differences(before["context"], after["context"]), *found)
-    return tuple(found)
-
-
-def request_differences(
-    before: Mapping[str, Any], after: Mapping[str, Any]
-) -> list[str]:
-    """How two requests differ, in what makes arrays of another shape.
-
-    Steps make none. Guidance does where it comes or goes, as it doubles the rows.
-    """
-    left_out = {"num_inference_steps", "guided"}
-    if before.get("guided") == after.get("guided"):
-        left_out.add("guidance_scale")
-    old, new = (
-        {name: value for name, value in request.items() if name not in left_out}
-        for request in (before, after)
     )
-    return _each(old, new)
 
 
 def _pairs(

@@ -71,16 +71,12 @@ def module_key(
     given = jax.tree.leaves(program.in_avals)[len(weights) :]
     return ProgramKey(
         model=ARITHMETIC if module is None else type(module).__name__,
-        form="",
-        stage=component,
-        program=path or WHOLE,
         component=component,
-        options={},
+        program=path or WHOLE,
         config={} if module is None else _without(config_of(module)),
         weights={key: array_text(value) for key, value in sorted(weights.items())},
         arguments={f"[{i}]": str(one) for i, one in enumerate(given)},
         structure=hashlib.sha256(program.as_text().encode()).hexdigest(),
-        source={},
         **device_fields(mesh, *stages),
     )
 

@@ -1,5 +1,5 @@
-"""One run of the stages, from a request to frames.
+"""What people see of a run: progress, memory, profiles.
 
-Not here: compiling (programs) and runs that are only planned (plan).
-May import: the hall of the core and every room up to programs.
+Not here: the run itself (seam, drive) and what a command prints at its end (cli).
+May import: the hall of the core and every room up to drive.
 """

@@ -59,12 +59,12 @@ class Inspection:
         """
         trace, number = self._traces[stage], self._done[stage]
         if number == 0 and self._log is not None:
-            self._log.begins(None, stage, UNITS[stage])
+            self._log.begins(stage, UNITS[stage])
         self._done[stage] += 1
         self._journal.op_by_op = stage in self._op_by_op
         before = [one for one in self._journal.calls if one.name == name]
         steady = bool(before) and before[-1].compiled is None
-        trace.turn(steady and stage not in self._op_by_op, lambda: None)
+        trace.turn(steady and stage not in self._op_by_op)
         self._journal.ran = None
         with trace.call(name, number):
             result = run()
@@ -97,9 +97,7 @@ class Inspection:
     def lines(self, reports: Sequence[StageReport]) -> list[str]:
         """What was noted, for people."""
         told = [self.text()]
-        for report in reports:
-            stage = StageName(report.stage)
-            told.append(self._traces[stage].line("call of a module"))
+        told += [self._traces[StageName(one.stage)].line() for one in reports]
         return [line for line in told if line]
 
 

@@ -34,25 +34,14 @@ class MemoryLog:
 
     def __init__(self, devices: Iterable[Any]) -> None:
         self._devices = list(devices)
-        self._run: Any = None
         self._stages: dict[str, tuple[str, list[CallMemory]]] = {}
 
-    def clear(self) -> None:
-        """Forget the run."""
-        self._run = None
-        self._stages.clear()
-
-    def begins(self, run: Any, stage: str, unit: str) -> None:
-        """A stage begins; calls of another run, and from this stage on, are forgotten.
+    def begins(self, stage: str, unit: str) -> None:
+        """A stage begins; of one that begins again the calls are forgotten.
 
         Args:
-            run: compares equal for the stages of one run, such as its request.
             unit: what one call of the stage is.
         """
-        names = list(self._stages)
-        kept = names[: names.index(stage)] if stage in names else names
-        self._stages = {n: self._stages[n] for n in kept if run == self._run}
-        self._run = run
         self._stages[stage] = (unit, [])
 
     def ended(self, stage: str, call: int, program: str, compiled: Any) -> None:

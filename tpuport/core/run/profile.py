@@ -6,7 +6,7 @@ The files are those of ``jax.profiler``: XProf reads the folder, Perfetto the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,11 @@ class SteadyTrace:
         self._before: set[Path] = set()
         self._missing: list[Path] = []
 
-    def turn(self, steady: bool, pause: Callable[[], None]) -> None:
+    def turn(self, steady: bool) -> None:
         """Begin or end the recording where the next call asks for it.
 
         Args:
             steady: whether its program has run before.
-            pause: ends what runs, which is then outside of the recording.
 
         Raises:
             UsageError: another profile is being recorded in this process.
@@ -53,10 +52,8 @@ class SteadyTrace:
         """
         record = steady and self.calls < self._limit
         if self._recording and not record:
-            pause()
             self.stop()
         elif record and not self.calls:
-            pause()
             self._start()
 
     def _start(self) -> None:
@@ -115,14 +112,14 @@ class SteadyTrace:
             {"folder": str(self._folder), "calls": self.calls} if self.calls else None
         )
 
-    def line(self, unit: str) -> str:
+    def line(self) -> str:
         """What was recorded, for people; empty where no recording was asked for."""
         if not self._limit:
             return ""
         if not self.calls:
             return (
-                f"{self._stage}: not profiled: every {unit} was the first of its "
-                "program, so that none was steady"
+                f"{self._stage}: not profiled: every call of a module was the first of "
+                "its program, so that none was steady"
             )
         return (
             f"{self._stage}: profiled {self.calls} steady call{'s' * (self.calls > 1)} "

@@ -90,16 +90,10 @@ class Display(Reporter):
     Args:
         on_event: called at every step, compile and load, in the thread of the run. An
             error of the call ends the run.
-        words: from a line that stays to what is shown.
     """
 
-    def __init__(
-        self,
-        on_event: Callable[[], None] = lambda: None,
-        words: Callable[[str], str] = str,
-    ) -> None:
+    def __init__(self, on_event: Callable[[], None] = lambda: None) -> None:
         self._on_event = on_event
-        self._words = words
         self._works: list[_Work] = []
         self._stage: _Work | None = None
         self._line: _Moving | _Growing = (
@@ -144,7 +138,7 @@ class Display(Reporter):
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._line.say(self._words(text))
+        self._line.say(text)
 
     def began(self, what: str) -> None:
         """Work begins, maybe as part of other work."""
@@ -210,11 +204,6 @@ class Display(Reporter):
         if self._stage is not None:
             self._stage.advanced(done, total)
 
-    def delivered(self, stage: str, frames: int, total: int) -> None:
-        """Frames are finished."""
-        if self._stage is not None:
-            self._stage.counted = f"{frames} of {plural(total, 'frame')}"
-
     def stage_finished(self, report: StageReport) -> None:
         """A stage ended: its line stays."""
         work, self._stage = self._stage, None
@@ -226,12 +215,8 @@ class Display(Reporter):
         said = f"{count} in {report.total_seconds:.1f} s"
         if report.backend != Backend.TPUPORT:
             said += f" by {report.backend}"
-        made = [program for program in report.compiles if not program.loaded]
-        if made:
+        if any(not program.loaded for program in report.compiles):
             said += f", compiling {report.compile_seconds:.1f} s"
-        if reasons := list(dict.fromkeys(r for p in made for r in p.reasons)):
-            more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-            said += f" ({reasons[0]}{more})"
         if report.seconds_per_call is not None:
             said += f", {each_text(report.seconds_per_call, report.unit)}"
         self._end(work, said, f"{report.stage}: {said}")

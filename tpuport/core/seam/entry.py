@@ -219,6 +219,9 @@ class Entry(ProgramRuns):
         component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
         program, constant = self._compiled(form, state, tensors, constant)
+        for record in program.attention:
+            if record.notice:
+                self._journal.notice(f"{component}: attention: {record.notice}")
         # Stacks may have changed while tracing, and all programs with them.
         known = self._shapes.setdefault(key, _OfShapes())
         known.constant = constant

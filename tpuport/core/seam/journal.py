@@ -104,6 +104,13 @@ class Journal:
         self.op_by_op = False
         self.between: Between = AtOnce()
         self._inside = False
+        self._noticed: set[str] = set()
+
+    def notice(self, text: str) -> None:
+        """Tell something once."""
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self.reporter.say(text)
 
     def call(self, asked: Asked) -> Any:
         """The result of a call.

@@ -96,10 +96,9 @@ class ModuleWeights:
     def _port(self) -> PortedModule:
         if self._ported is None:
             self._claim = self._fitting()
-            stacked = None if self._claim is None else self._claim.stacked
-            if self.target.splits_space(self.name):
-                stacked = ()  # a kernel in a scan copies its pictures in and out
-            if stacked is None:
+            stacked: tuple[StackedBlocks, ...] = ()
+            # In space none: a kernel in a scan copies its pictures in and out.
+            if not self.target.splits_space(self.name):
                 names = PortedModule(self.module, self._runtime()).names
                 alike = alike_blocks(self.module)
                 stacked = usable_stacks(self.module, alike, names.tied)
@@ -128,7 +127,7 @@ class ModuleWeights:
             try:
                 claim.plan(self._stored(), dict(self.target.mesh.shape))
             except ShardingError:
-                if claim.stacked is None and not adapted:
+                if not adapted:
                     raise  # of the plugin's layout
                 other = "weights"
         if not other:
@@ -220,7 +219,7 @@ def check_claim(name: str, module: torch.nn.Module, target: Target) -> None:
         ShardingError: the pattern, or the dim that its axis does not divide.
     """
     claim = target.claims.get(name)
-    if claim is None or claim.stacked is not None or _adapted(module):
+    if claim is None or _adapted(module):
         return
     if claim.fits(getattr(module, "config", {})):
         claim.plan(module.state_dict(), dict(target.mesh.shape))

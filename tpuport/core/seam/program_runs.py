@@ -28,7 +28,7 @@ from tpuport.core.seam.module_weights import ModuleWeights
 from tpuport.core.seam.pairs import Waiting, doubled, together
 from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import Form
-from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
+from tpuport.core.tracing.context import BATCH, AttentionRecord, ConvolutionRecord
 from tpuport.errors import TpuportError
 
 
@@ -222,10 +222,9 @@ class ProgramRuns(ModuleWeights):
 
     def _free_axis(self, program: Program) -> str | None:
         """The axis of the mesh that can take one call each of two."""
-        axis = self.target.attention.batch
         used = any(record.split[0] is not None for record in program.attention)
-        two = dict(self.target.mesh.shape).get(axis or "") == 2
-        return axis if two and not used else None
+        two = dict(self.target.mesh.shape).get(BATCH) == 2
+        return BATCH if two and not used else None
 
     def _run(
         self,

@@ -14,16 +14,11 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.enums import Blocks
-from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
-from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
-from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
+from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.programs.executable_files import Entry
 from tpuport.core.programs.jax_cache import persistent_cache
 from tpuport.core.programs.module_programs import ModulePrograms, lowered, module_key
 from tpuport.core.spec.model_plugin import ModelPlugin
-from tpuport.core.spec.model_port import ModelPort
-from tpuport.core.tracing.block_stacks import StackedBlocks
-from tpuport.core.tracing.context import AttentionPolicy
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
@@ -42,7 +37,6 @@ class Claim:
         plan: ``plan(weights, mesh)``: where the weights go. Raises ShardingError for
             weights that the plugin does not know.
         transforms: of the weights.
-        stacked: its lists of blocks that run as one scan; ``None`` for those found.
         fits: whether its config is one that the native blocks know.
         whole: native blocks are in place, which take the place of the whole forward.
         space: ``Module.split``; it holds for the parts that upstream calls, too.
@@ -52,7 +46,6 @@ class Claim:
     plugin: str
     plan: Callable[[Mapping[str, Any], Mapping[str, int]], ShardingPlan]
     transforms: tuple[WeightTransform, ...] = ()
-    stacked: tuple[StackedBlocks, ...] | None = None
     fits: Callable[[Mapping[str, Any]], bool] = lambda config: True
     whole: bool = False
     space: bool = False
@@ -67,9 +60,7 @@ class Target:
         mesh: the devices.
         patches: on upstream code, applied while tracing.
         overrides: of torch operators.
-        attention: how attention is split over the mesh.
         implementation: of attention.
-        everywhere: the op overrides of attention.
         claims: what a plugin knows of components, by name.
         blocks: those in place.
         general: for a component that is not as the plugin knows it.
@@ -80,13 +71,11 @@ class Target:
     mesh: jax.sharding.Mesh
     patches: tuple[Patch, ...] = ()
     overrides: tuple[OpOverride, ...] = ()
-    everywhere: tuple[OpOverride, ...] = (EXCHANGED_ATTENTION, LENGTH_ATTENTION)
     claims: Mapping[str, Claim] = field(default_factory=dict)
     general: Target | None = None
     cache: Path | None = None
     built: ModulePrograms | None = None
     blocks: Blocks = Blocks.UPSTREAM
-    attention: AttentionPolicy = AttentionPolicy()
     implementation: AttentionChoice = AttentionChoice()
 
     @functools.cached_property
@@ -110,8 +99,6 @@ class Target:
             platform=str(self.mesh.devices.flat[0].platform),
             patches=self.patches,
             overrides=self.overrides,
-            everywhere=self.everywhere,
-            attention=self.attention,
             attention_implementation=self.implementation,
             matmul_precision="highest" if exact else None,
         )
@@ -179,39 +166,5 @@ class Target:
             overrides=(*self.overrides, *plugin.overrides),
             claims=claims,
             blocks=Blocks.NATIVE if native else Blocks.UPSTREAM,
-            general=self,
-        )
-
-    def claimed(self, form: ModelPort, names: Mapping[str, str], layout: str) -> Target:
-        """This general target with what a model with stages knows.
-
-        Args:
-            form: of the model, with its blocks in place.
-            names: of modules at the seam -> the component that each is.
-            layout: of the sharding rules.
-
-        Raises:
-            UsageError: the model has no such layout.
-        """
-        claims = {}
-        for name, component in names.items():
-            form.rules(component, layout)
-            about = form.components[component]
-            claims[name] = Claim(
-                plugin=form.name,
-                plan=functools.partial(form.sharding_plan, component, layout),
-                transforms=about.transforms,
-                stacked=tuple(map(StackedBlocks.of, about.stacked)),
-                whole=component in form.denoisers,
-                split=about.split,
-            )
-        return replace(
-            self,
-            patches=tuple(form.patches),
-            overrides=tuple(form.overrides),
-            attention=form.attention,
-            everywhere=EVERYWHERE,
-            claims=claims,
-            blocks=form.blocks,
             general=self,
         )

@@ -165,7 +165,12 @@ stage = _word(StageName)
 
 def tiling(value: Any) -> Tiling:
     """A :class:`Tiling`; YAML reads a bare ``on`` as true."""
-    return _word(Tiling)(("off", "on")[value] if isinstance(value, bool) else value)
+    if value == "auto":
+        raise ValueError("is gone: give on or off, or leave it to upstream's pipeline")
+    found = ("off", "on")[value] if isinstance(value, bool) else value
+    if found not in (Tiling.ON, Tiling.OFF):
+        raise ValueError("is none of on, off")
+    return Tiling(found)
 
 
 def stages(value: Any) -> tuple[StageName, ...]:

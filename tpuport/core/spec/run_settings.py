@@ -1,14 +1,13 @@
 """Every setting, declared once: its kind, its default, its flag and the flag's help.
 
 A field of :class:`Asked` or :class:`RunSettings` is a flag of the commands that it
-names, a key of their YAML files, and a keyword of Python. To add a flag, add a field.
+names, and a key of their YAML files. :func:`tpuport.port` takes some as keywords. To
+add a flag, add a field.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
-from tpuport.errors import TpuportError, UsageError, did_you_mean, quoted
+from tpuport.errors import UsageError, did_you_mean, quoted
 from tpuport.kernels.attention.choice import AttentionChoice
 
 #: The commands by their letters, as docs/cli.md has them.
@@ -198,7 +197,7 @@ class Asked:
     num_frames: int | None = what(
         kinds.positive,
         "--frames --num-frames",
-        "Number of frames: 4n+1, 8n+1 or 16n+1 by model.",
+        "Number of frames, such as 4n+1.",
         panel=None,
     )
     fps: float | None = what(
@@ -270,8 +269,8 @@ class RunSettings:
     model: str | None = setting(
         kinds.text,
         "--model NAME",
-        "See `tpuport models`. (default: {DEFAULT_MODEL})",
-        commands="GENDPCB",
+        "See `tpuport models`. (default: {DEFAULT_MODEL}, without --weights)",
+        commands="GEPCB",
     )
     variant: str | None = setting(
         kinds.text,
@@ -282,7 +281,7 @@ class RunSettings:
     weights: str | Path | None = setting(
         kinds.weights,
         "--weights ID|FOLDER",
-        "Hub id or folder. (default: the demo, or the run's)",
+        "Hub id or folder of any pipeline. (default: the variant's, or the run's)",
         commands="GENDRSPCBHW",
     )
     mesh: MeshSpec | None = how(
@@ -321,13 +320,12 @@ class RunSettings:
         "Upstream's autoencoder, or one in Flax.",
         default=TORCHAX,
     )
-    vae_tiling: Tiling = how(
+    vae_tiling: Tiling | None = how(
         kinds.tiling,
-        "--vae-tiling auto|on|off",
-        "Decode in tiles: less memory, and a slightly different video. auto does so "
-        "only if the video does not fit whole. (default: auto)",
-        default=Tiling.AUTO,
-        commands="GDPC",
+        "--vae-tiling on|off",
+        "Decode in tiles: less memory, and a slightly different video. (default: as "
+        "upstream's pipeline has it)",
+        commands="GEDPC",
     )
     encode_on: Place = how(
         kinds.place,
@@ -415,8 +413,9 @@ class RunSettings:
             for f in fields(cls)
             if f.init and given.get(f.name) is not None
         }
-        for name in sorted(given.keys() - defaults_of(cls).keys()):
-            hint = meant(name, [], f"there are {', '.join(defaults_of(cls))}")
+        own = defaults_of(cls)
+        for name in sorted(given.keys() - own.keys()):
+            hint = did_you_mean(name, own, f"there are {', '.join(own)}")
             raise TypeError(f"there is no setting {quoted(name)}; {hint}")
         return cls(**known)
 
@@ -426,11 +425,6 @@ class RunSettings:
         if self.cache_dir is None or not self.compile_cache:
             return None
         return self.cache_dir / COMPILED
-
-    @property
-    def implementations(self) -> dict[str, str]:
-        """Component -> the implementation asked for."""
-        return {"vae": self.vae}
 
 
 def read_value(about: Mapping[str, Any], value: Any, label: str) -> Any:
@@ -461,70 +455,6 @@ def settings_of(cls: Any) -> dict[str, Setting]:
     about = {f.name: f.metadata.get("setting") for f in fields(cls)}
     found = {name: setting for name, setting in about.items() if setting is not None}
     return dict(sorted(found.items(), key=lambda item: PANELS.index(item[1].panel)))
-
-
-#: Words of diffusers and of the command line -> what ``generate`` takes instead.
-_INSTEAD = {
-    "generator": "give seed, a number",
-    "num_videos_per_prompt": "give prompt as a list",
-    "output_type": "the result has frames and latents; pixels is float32 or uint8",
-    "size": "give height and width",
-}
-
-
-#: A flag of tpuport; those of compilers have underscores.
-_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)(?!\w)")
-
-
-@contextlib.contextmanager
-def python_words() -> Iterator[None]:
-    """Let errors in the block call settings by the keywords of Python, not by flags."""
-    try:
-        yield
-    except TpuportError as error:
-        error.args = (in_python(str(error)),)
-        raise
-
-
-def in_python(text: str) -> str:
-    """A message with keywords for flags; commands, in backticks, keep their flags."""
-    parts = text.split("`")
-    parts[::2] = [_FLAG.sub(_keyword, part) for part in parts[::2]]
-    return "`".join(parts)
-
-
-def _keyword(flag: re.Match[str]) -> str:
-    key = _key(flag[1])
-    for cls in (RunSettings, Asked):
-        for name, setting in settings_of(cls).items():
-            if key in setting.keys:
-                return name
-    return key
-
-
-def meant(name: str, others: Iterable[str], otherwise: str) -> str:
-    """The end of an error about a keyword of Python that there is not.
-
-    Args:
-        others: names that are known beside the settings, such as a model's options.
-        otherwise: what is said where no name is near.
-    """
-    known = {other: other for other in others}
-    for cls in (RunSettings, Asked):
-        of_python = defaults_of(cls)
-        known |= {f: f for f in of_python} | {
-            key: field
-            for field, setting in settings_of(cls).items()
-            for key in setting.keys
-            if field in of_python
-        }
-    if name in _INSTEAD:
-        return _INSTEAD[name]
-    if name in defaults_of(Asked):
-        return f"{name} is an argument of generate"
-    hint = did_you_mean(name, known, otherwise)
-    near = hint.removeprefix("did you mean ").removesuffix("?")
-    return f"did you mean {known[near]}?" if near in known else hint
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:

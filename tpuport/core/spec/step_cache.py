@@ -22,7 +22,6 @@ from tpuport.core.tracing.forward_split import Where
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
-    import jax
     import numpy as np
 
 Tree = Any
@@ -241,40 +240,9 @@ class StepCache:
             row[m] = np.prod([(step - o) / (node - o) for o in others])
         return row
 
-    def initial(self, struct: Tree) -> tuple[Tree, ...]:
-        """The states kept before the first step: zeros, none of which is ever read.
-
-        Args:
-            struct: shapes and dtypes of one state; see :func:`state_struct`.
-        """
-        import jax
-        import numpy as np
-
-        return tuple(
-            jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), struct)
-            for _ in range(self.depth)
-        )
-
     def record(self, history: tuple[Tree, ...], state: Tree) -> tuple[Tree, ...]:
         """``history`` with the newest state in front and the oldest dropped."""
         return (state, *history[:-1])
-
-    def predict(self, history: tuple[Tree, ...], weights: jax.Array) -> Tree:
-        """The state of a cached step from ``weights`` [depth], its row of the table.
-
-        Summed in float32 and cast back. A single state is passed on as it is.
-        """
-        import jax
-        import jax.numpy as jnp
-
-        if self.depth == 1:
-            return history[0]
-
-        def combine(*leaves: jax.Array) -> jax.Array:
-            terms = (weights[m] * x.astype(jnp.float32) for m, x in enumerate(leaves))
-            return sum(terms, start=jnp.float32(0)).astype(leaves[0].dtype)
-
-        return jax.tree.map(combine, *history)
 
     def _check(
         self, name: str, least: int, most: int | None, steps: int | None = None

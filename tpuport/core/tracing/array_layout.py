@@ -5,21 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.experimental.layout import Format, Layout, with_layout_constraint
-
-
-def row_major(x: jax.Array, platform: str) -> jax.Array:
-    """``x`` with its last dim along the lanes of a TPU; elsewhere as it is.
-
-    For the latents that a model takes and returns. The compiler would put their few
-    channels along the lanes, as patches want them, in the scheduler too: eight times
-    the memory, and half of the time around the blocks.
-    """
-    if platform != "tpu":
-        return x
-    layout = Layout(major_to_minor=tuple(range(x.ndim)))
-    out: jax.Array = with_layout_constraint(x, layout)
-    return out
+from jax.experimental.layout import Format, Layout
 
 
 def in_order(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> Any:

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from tpuport.core.mesh.spatial_split import Border, Space
 
 
+BATCH, HEADS, TOKENS = "dp", "tp", "sp"
+"""The mesh axes that split the dims of q, k and v.
+
+Heads and batch are split where the axis divides them. Queries are split at any length:
+they are padded to the axis size and the padding is cut off again.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Active:
     """The environment and the context of the program that is being traced."""
@@ -83,7 +91,6 @@ class OpContext:
     Attributes:
         mesh: the device mesh the traced program runs on.
         platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: where it will be lowered.
-        attention: how attention is split over the mesh.
         implementation: the attention asked for.
         chip: the TPU the program is for, such as ``"v6e"``; ``None`` for others.
         space: how the picture is split over devices, or ``None``; in a split program
@@ -95,7 +102,6 @@ class OpContext:
 
     mesh: jax.sharding.Mesh | None
     platform: str
-    attention: AttentionPolicy
     implementation: AttentionChoice = AttentionChoice()
     chip: str | None = None
     space: Space | None = None
@@ -131,20 +137,6 @@ class Padded:
     before: tuple[int, int]
     after: tuple[int, int]
     border: Border
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionPolicy:
-    """Which mesh axis splits which dim of q, k and v; each model declares one.
-
-    ``None`` leaves the dim whole. Heads and batch are split where the axis divides
-    them. Queries are split over ``sequence`` at any length: they are padded to the
-    axis size and the padding is cut off again; keys and values are gathered.
-    """
-
-    batch: str | None = "dp"
-    heads: str | None = "tp"
-    sequence: str | None = "sp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,9 @@ and plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tpuport.core.tracing.context import ConvolutionRecord
 
@@ -49,9 +49,3 @@ def counted(records: Iterable[ConvolutionRecord]) -> tuple[ConvolutionRecord, ..
         kind = replace(record, count=1)
         counts[kind] = counts.get(kind, 0) + record.count
     return tuple(replace(kind, count=count) for kind, count in counts.items())
-
-
-def joined(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """:func:`counted` for records as dictionaries."""
-    found = counted(ConvolutionRecord(**entry) for entry in entries)
-    return tuple(map(asdict, found))

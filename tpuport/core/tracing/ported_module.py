@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import jax
 import torch
@@ -17,17 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.nn.utils.stateless import _reparametrize_module
 
 from tpuport.core import compat
-from tpuport.core.mesh.spatial_split import Space
-from tpuport.core.tracing import forward_split as splitting
-from tpuport.core.tracing.array_layout import row_major
 from tpuport.core.tracing.block_scan import scanned, slices
 from tpuport.core.tracing.block_stacks import Stack, StackedBlocks, find_stacks
-from tpuport.core.tracing.forward_split import ForwardSplit, Where
 from tpuport.core.tracing.runtime import Runtime
-from tpuport.errors import PluginError
 
 Weights = Mapping[str, Any]
-Within = Callable[["torch.nn.Module"], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +80,7 @@ class PortedModule:
         module: the skeleton; its own tensors are never read while tracing.
         runtime: the environment torch code is traced in.
         stacked: lists of identical blocks whose weights are held as one array per name
-            and which run under one scan; see ``Component.stacked``.
+            and which run under one scan.
 
     Attributes:
         names: the tensors, by their names in the module.
@@ -114,41 +108,26 @@ class PortedModule:
         self.arrays: Mapping[str, tuple[str, ...]] = _arrays(self.names, self.stacks)
         self.gathered: Mapping[str, jax.sharding.NamedSharding] = {}
 
-    def apply(
-        self,
-        weights: Weights,
-        *args: Any,
-        method: str = "forward",
-        weight_overrides: Weights | None = None,
-        attributes: Mapping[str, Any] | None = None,
-        within: Within = contextlib.nullcontext,
-        **kwargs: Any,
-    ) -> Any:
-        """Call ``method`` of the module as a pure function.
+    def apply(self, weights: Weights, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's forward as a pure function.
 
         Args:
             weights: one array per name in :attr:`arrays`.
-            args, kwargs: of the method; all arrays in them are JAX arrays.
-            weight_overrides: arrays by the names of the weights that they replace.
-            attributes: module attributes (dotted) that hold during this call only.
-            within: makes a context for the call from the module.
+            args, kwargs: of forward; all arrays in them are JAX arrays.
 
         Returns:
-            What the method returns, with JAX arrays in place of tensors.
+            What forward returns, with JAX arrays in place of tensors.
 
         Raises:
             PluginError: the module does more with stacked blocks than run one after the
-                other, or an override or attribute is for a single block of a stack.
+                other.
         """
-        self._check_whole((*(weight_overrides or ()), *(attributes or ())))
-        values = {**weights, **(weight_overrides or {})}
 
         def run(given: Any) -> Any:
             args, kwargs = given
-            with _attributes(self.module, attributes or {}), within(self.module):
-                return getattr(self.module, method)(*args, **kwargs)
+            return self.module(*args, **kwargs)
 
-        return self.call(values, run, (args, kwargs))
+        return self.call(weights, run, (args, kwargs))
 
     def call(self, weights: Weights, run: Callable[[Any], Any], given: Any) -> Any:
         """``run(given)`` with these weights in the module and tensors for arrays.
@@ -163,7 +142,6 @@ class PortedModule:
         """
         env = self.runtime.env
         values = dict(weights)
-        # A stage may have loaded a part of the module.
         loaded = [s for s in self.stacks if s.name(s.tensors[0]) in values]
         stacked = {s.name(tensor) for s in loaded for tensor in s.tensors}
         for alias, name in self.names.tied.items():
@@ -178,10 +156,6 @@ class PortedModule:
                 scanned(loaded, values, env, self.gathered),
             ):
                 return env.t2j_iso(run(env.j2t_iso(given)))
-
-    def bind(self, weights: Weights) -> BoundModule:
-        """This module with ``weights`` filled in, for use inside a program."""
-        return BoundModule(self, weights)
 
     def abstract_weights(
         self, dtype: Callable[[str, torch.Tensor], Any]
@@ -209,93 +183,6 @@ class PortedModule:
         """The dims of an array in front of the dims of its tensors."""
         count = len(self.arrays[array])
         return (count,) if count > 1 else ()
-
-    def _check_whole(self, names: Sequence[str]) -> None:
-        for stack in self.stacks:
-            blocks = tuple(f"{stack.block_name(i)}." for i in range(len(stack.blocks)))
-            single = [name for name in names if name.startswith(blocks)]
-            if single:
-                raise PluginError(
-                    f"{single[0]} is of one of the stacked blocks {stack.path!r}, "
-                    "which share their code; it cannot be replaced by itself"
-                )
-
-
-class HasRuntime(Protocol):
-    """A module that is traced in a runtime."""
-
-    @property
-    def runtime(self) -> Runtime: ...
-
-
-M = TypeVar("M", bound=HasRuntime)
-
-
-@dataclass(frozen=True)
-class Bound(Generic[M]):
-    """A module with its weights inside a program."""
-
-    ported: M
-    weights: Weights
-
-    @property
-    def space(self) -> Space | None:
-        """How the picture is split over devices in the program being traced."""
-        return self.ported.runtime.space
-
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """``x`` split over mesh axes; see :func:`constrain`."""
-        return constrain(self.ported.runtime.mesh, x, *axes)
-
-    def row_major(self, x: jax.Array) -> jax.Array:
-        """See :func:`tpuport.core.tracing.array_layout.row_major`."""
-        return row_major(x, self.ported.runtime.platform)
-
-
-class BoundModule(Bound[PortedModule]):
-    """A ported module inside a program: ``model(...)`` calls its forward."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`PortedModule.apply`."""
-        return self.ported.apply(self.weights, *args, **kwargs)
-
-    def capture(
-        self, split: ForwardSplit, where: Where, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, dict[str, jax.Array]]:
-        """Call forward; returns its output and the state at ``where``.
-
-        See :func:`tpuport.core.tracing.forward_split.capture`.
-        """
-        env = self.ported.runtime.env
-        state: dict[str, jax.Array] = {}
-
-        @contextlib.contextmanager
-        def within(module: torch.nn.Module) -> Iterator[None]:
-            with splitting.capture(module, split, where) as found:
-                yield
-            state.update(env.t2j_iso(found))
-
-        return self(*args, within=within, **kwargs), state
-
-    def resume(
-        self,
-        split: ForwardSplit,
-        where: Where,
-        state: Mapping[str, jax.Array],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Call forward from ``state`` on; returns its output.
-
-        See :func:`tpuport.core.tracing.forward_split.resume`.
-        """
-        env = self.ported.runtime.env
-
-        def within(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-            return splitting.resume(module, split, where, env.j2t_iso(dict(state)))
-
-        return self(*args, within=within, **kwargs)
 
 
 def constrain(
@@ -350,23 +237,3 @@ def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for child in training:
             child.training = True
-
-
-@contextlib.contextmanager
-def _attributes(
-    module: torch.nn.Module, attributes: Mapping[str, Any]
-) -> Iterator[None]:
-    """Set dotted attributes of ``module``; put the old values back on exit."""
-    saved: list[tuple[Any, str, Any]] = []
-    try:
-        for path, value in attributes.items():
-            *parents, last = path.split(".")
-            owner: Any = module
-            for name in parents:
-                owner = getattr(owner, name)
-            saved.append((owner, last, getattr(owner, last)))
-            setattr(owner, last, value)
-        yield
-    finally:
-        for owner, name, value in reversed(saved):
-            setattr(owner, name, value)

@@ -21,7 +21,6 @@ from tpuport.core.mesh.chips import chip_of
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import (
     Active,
-    AttentionPolicy,
     AttentionRecord,
     ConvolutionRecord,
     OpContext,
@@ -42,7 +41,6 @@ class Runtime:
         patches: monkey patches on upstream code, applied while tracing.
         overrides: op overrides;
             :func:`tpuport.core.layers.model_runtime.model_runtime` adds every model's.
-        attention: how attention is split over the mesh.
         attention_implementation: the attention to use.
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
         records: how the attention calls traced so far run.
@@ -55,7 +53,6 @@ class Runtime:
     platform: str
     patches: Sequence[Patch] = ()
     overrides: Sequence[OpOverride] = ()
-    attention: AttentionPolicy = field(default_factory=AttentionPolicy)
     attention_implementation: AttentionChoice = AttentionChoice()
     matmul_precision: str | None = None
     records: list[AttentionRecord] = field(default_factory=list)
@@ -75,7 +72,6 @@ class Runtime:
         return OpContext(
             mesh=None if self.space else self.mesh,
             platform=self.platform,
-            attention=self.attention,
             implementation=self.attention_implementation,
             chip=self._chip(),
             space=self.space,

@@ -10,22 +10,19 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.sealed_json import canonical
-from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.files.typed import read_json
-from tpuport.core.reports import Reporter
 from tpuport.core.weights.configs import check_config
-from tpuport.core.weights.hub import fetch
-from tpuport.errors import MissingWeightsError, WeightsError, damaged, quoted
+from tpuport.errors import MissingWeightsError, WeightsError, damaged
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 T = TypeVar("T")
 
@@ -153,65 +150,12 @@ class Checkpoint:
             "which the installed versions of diffusers and transformers do not have"
         )
 
-    def require(self, name: str, *instead: str) -> None:
-        """Refuse a checkpoint without a file.
-
-        Args:
-            name: such as ``"tokenizer/spiece.model"``.
-            instead: files that do as well.
-
-        Raises:
-            WeightsError: none of them is there.
-        """
-        if not any((self.folder / path).is_file() for path in (name, *instead)):
-            others = f" (and {', '.join(instead)})" if instead else ""
-            raise damaged(
-                f"{self.source}: {name} is missing{others}; the checkpoint is "
-                "incomplete",
-                "the checkpoint",
-            )
-
-    def expect(self, component: str, field: str, value: Any) -> None:
-        """Refuse a config whose field, if given, has another value.
-
-        For what a port takes for granted and no stored tensor tells.
-
-        Raises:
-            WeightsError: the value, and the one that is needed.
-        """
-        found = self.config(component).get(field, value)
-        if found != value:
-            raise damaged(
-                f"{self.named(component, 'config.json')}: {field} is {quoted(found)}: "
-                f"only {value} is ported, which the published weights have"
-            )
-
     def _stored_tensors(self, component: str) -> int | None:
         """How many tensors the files of a component hold; ``None`` if unknown."""
         try:
             return len(self.weight_files(component))
         except WeightsError:  # for the stage that needs them to say
             return None
-
-    def check_class(self, component: str, class_path: str) -> None:
-        """Refuse a component of another class than the port is for.
-
-        Raises:
-            WeightsError: ``model_index.json`` names another class, or none.
-        """
-        found = self.class_name(component)
-        if found is None:
-            raise damaged(
-                f"{self.source}: model_index.json has no {component!r}; the folder is "
-                "not a complete diffusers checkpoint",
-                "the checkpoint",
-            )
-        expected = class_path.partition(":")[2]
-        if found != expected:
-            raise WeightsError(
-                f"{self.source}: {component} is a {found}, expected {expected}; name "
-                "another checkpoint with --weights"
-            )
 
     def weight_files(self, component: str) -> dict[str, Path]:
         """The file of every stored tensor of a component.
@@ -301,36 +245,6 @@ class Checkpoint:
                     part = file.get_slice(name)
                     found[name] = part.get_dtype(), part.get_shape()
         return found
-
-    def stream(
-        self, files: Mapping[str, Path], names: Sequence[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors one at a time, file by file, on the host.
-
-        Raises:
-            WeightsError: a file is damaged, or a value is NaN or infinite.
-        """
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(files[name], []).append(name)
-        for path, wanted in by_file.items():
-            with self._open(path) as file:
-                for name in wanted:
-                    tensor = file.get_tensor(name)
-                    self.check_finite(path, name, tensor)
-                    yield name, tensor
-
-    def check_finite(self, file: Path, name: str, tensor: torch.Tensor) -> None:
-        """Refuse a weight of ``file`` that is broken.
-
-        Raises:
-            WeightsError: a value is NaN or infinite.
-        """
-        if not all_finite(tensor):
-            raise damaged(
-                f"{self.named(file.parent.name, file.name)}: {name} holds NaN or "
-                "infinite values"
-            )
 
     def fingerprint(self, component: str) -> str:
         """A fingerprint of the contents of a component's files, wherever they lie.
@@ -439,48 +353,6 @@ def local_folder(weights: str | Path) -> Path | None:
         f"weights folder {text!r} does not exist, and it is not a hub id "
         "(owner/name) either"
     )
-
-
-def resolve(
-    weights: str | Path,
-    *,
-    folders: Sequence[str],
-    pipelines: Sequence[str],
-    model: str,
-    reporter: Reporter,
-    reader: Callable[[str], str | None] = lambda pipeline: None,
-) -> Checkpoint:
-    """The checkpoint that ``weights`` names: a local folder or a hub id.
-
-    Args:
-        weights: a folder in the diffusers layout, or ``owner/name`` on the hub.
-        folders: the component folders that are needed; only these are downloaded.
-        pipelines: the pipeline classes that the model port reads.
-        model: name of the model, for messages.
-        reporter: told of a download.
-        reader: the model port that reads a pipeline class, if any, for messages.
-
-    Raises:
-        MissingWeightsError: no such folder.
-        WeightsError: a checkpoint of another model.
-        HubError: the hub cannot be reached or has no such checkpoint.
-    """
-    text = str(weights)
-    folder = local_folder(weights)
-    if folder is not None:
-        checkpoint = Checkpoint(folder, text)
-    else:
-        reporter.say(f"looking for {text} on the hub")
-        wanted = patterns(folders, ".safetensors", *SMALL_FILES)
-        checkpoint = Checkpoint(fetch(text, wanted, reporter), text)
-    found = checkpoint.index.get("_class_name")
-    if found not in pipelines:
-        raise WeightsError(
-            f"{text}: model_index.json is of a {found}; model {model!r} reads "
-            + ", ".join(pipelines)
-            + (f". Use --model {other}" if (other := reader(str(found))) else "")
-        )
-    return checkpoint
 
 
 def patterns(folders: Sequence[str], *suffixes: str) -> list[str]:

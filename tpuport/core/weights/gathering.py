@@ -71,24 +71,6 @@ def gathered(
     return found
 
 
-def undivided(plan: ShardingPlan, *, room: float) -> str:
-    """A line about stacked weights that stay whole though they exceed ``room``.
-
-    The line is empty if the weights fit, are held in parts, or have no axis to be split
-    over.
-    """
-    ways = {axis: n for axis in ("dp", "sp") if (n := plan.mesh.get(axis, 1)) > 1}
-    fits = plan.bytes_per_device <= room
-    if fits or plan.held or not ways:
-        return ""
-    degrees = ", ".join(f"{axis}={n}" for axis, n in ways.items())
-    return (
-        f"weights of {plan.component} take {plan.bytes_per_device / 2**30:.1f} GiB a "
-        f"device and stay whole: none of their dims divides by {degrees}; a degree "
-        "that divides one would hold them in parts"
-    )
-
-
 def _in_parts(
     plan: ShardingPlan,
     ported: PortedModule,

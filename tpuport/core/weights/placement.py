@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.core.weights.jax_module import JaxModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
 from tpuport.errors import PluginError, ShardingError
 
@@ -89,7 +88,7 @@ def abstract_weights(
 
 
 def place_weights(
-    ported: PortedModule | JaxModule,
+    ported: PortedModule,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     tensors: Iterable[tuple[str, np.ndarray]],
 ) -> dict[str, jax.Array]:

@@ -27,6 +27,7 @@ from tpuport.core.layers.text_and_video import (
 )
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.context import current
+from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.weights.transforms import WeightTransform, to_halves
 from tpuport.models.hunyuanvideo.patches import (
     MODULE,
@@ -235,4 +236,5 @@ TRANSFORMER_15 = NativeForm(
         ),
     ),
     transforms=HALVES,
+    split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
 )

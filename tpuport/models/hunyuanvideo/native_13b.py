@@ -20,6 +20,7 @@ from tpuport.core.layers import text_and_video as streams
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.text_and_video import Stream, parameters, refuse_kwargs
 from tpuport.core.spec.component import NativeForm
+from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform
 from tpuport.models.hunyuanvideo.native import (
@@ -171,5 +172,9 @@ TRANSFORMER_13B = NativeForm(
             reason="the norms of the same elements",
             needed=_has_single_blocks,
         ),
+    ),
+    split=ForwardSplit(
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+        head=("hidden_states",),
     ),
 )

@@ -20,7 +20,6 @@ import torch
 
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.vae_patches import VAE_15
-from tpuport.patches import standard
 from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
@@ -397,5 +396,5 @@ TRANSFORMER_15: tuple[Patch, ...] = (
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""
 
-PATCHES = (*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_15, *VAE_15)
-"""Of the whole form."""
+PATCHES = (MODULATED_NORMS[1], *TRANSFORMER_15, *VAE_15)
+"""Beside the standard ones."""

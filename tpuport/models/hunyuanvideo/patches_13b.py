@@ -24,7 +24,6 @@ from tpuport.models.hunyuanvideo.patches import (
     with_lora_scale,
 )
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B
-from tpuport.patches import standard
 from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 
@@ -171,5 +170,5 @@ TRANSFORMER_13B: tuple[Patch, ...] = (
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""
 
-PATCHES = (*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_13B, *VAE_13B)
-"""Of the whole form."""
+PATCHES = (MODULATED_NORMS[1], *TRANSFORMER_13B, *VAE_13B)
+"""Beside the standard ones."""

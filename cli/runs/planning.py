@@ -1,0 +1,191 @@
+"""The plan of a pipeline's run: on a mesh, or on the best one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.runs.checks import (
+    check_on_host,
+    check_vae,
+    prompts_of,
+    rehearsal_of,
+)
+from tpuport.cli.runs.size_class import sized
+from tpuport.cli.runs.video_run import find
+from tpuport.core.enums import Dtype, StageName
+from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
+from tpuport.errors import MeshError
+
+if TYPE_CHECKING:
+    from tpuport.core.drive.rehearsal import Rehearsal
+    from tpuport.core.mesh.slices import Topology
+    from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.plan.plan import Plan
+    from tpuport.core.reports import Reporter
+
+
+def plan_run(
+    settings: Settings,
+    topology: Topology,
+    stages: Sequence[str],
+    *,
+    budget: float,
+    dump: Path | None,
+    reporter: Reporter,
+) -> Plan:
+    """Plan the run that the settings ask for; of the folder only configs are read.
+
+    Args:
+        stages: names of those to plan.
+        budget: seconds that a search for a mesh may take; a compile that has begun is
+            finished.
+        dump: a folder for compiled programs, accounts and schedules.
+
+    Raises:
+        UsageError, WeightsError, MeshError: what is wrong.
+    """
+    folder, arguments = prepared(settings, stages, reporter)
+    settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
+    one = _One(settings, folder, topology, arguments, stages, dump, reporter)
+    if not settings.search:
+        return one.plan(settings.mesh or MeshSpec(sp=topology.devices))
+    return _best(one, budget)
+
+
+def prepared(
+    settings: Settings, stages: Sequence[str], reporter: Reporter
+) -> tuple[PipelineFolder, dict[str, Any]]:
+    """The folder, of which only configs are there, and the keywords of the call.
+
+    Raises:
+        UsageError, WeightsError: what is wrong.
+    """
+    folder = find(settings, reporter)
+    from tpuport.core.pipelines.call_arguments import arguments_of, as_arrays
+
+    check_on_host(settings, folder)
+    check_vae(settings, folder)
+    settings = sized(settings, folder, reporter)
+    arguments = arguments_of(folder, settings)
+    folder.check_packages(arguments)
+    if "prompt" in folder.parameters:
+        arguments["prompt"] = prompts_of(settings, settings.prompt or (PROMPT,))
+    arguments |= as_arrays(folder)
+    latent = folder.blocks is None and "output_type" in folder.all_parameters
+    if latent and stages == [StageName.DENOISE]:
+        arguments["output_type"] = "latent"
+    return folder.fetched(reporter, weights=False), arguments
+
+
+class _One:
+    """Plans of one run on one slice."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: PipelineFolder,
+        topology: Topology,
+        arguments: Mapping[str, Any],
+        stages: Sequence[str],
+        dump: Path | None,
+        reporter: Reporter,
+    ) -> None:
+        self.settings, self.folder, self.topology = settings, folder, topology
+        self.arguments, self.stages, self.reporter = arguments, stages, reporter
+        self.dump = dump
+        self._again = False
+
+    def rehearse(self, spec: MeshSpec) -> Rehearsal:
+        """The run on a mesh."""
+        from tpuport.core.plan.pipeline_plan import topology_mesh
+
+        placed, again = topology_mesh(self.topology, spec), self._again
+        self._again = True
+        settings, arguments = self.settings, self.arguments
+        return rehearsal_of(
+            self.folder, placed, settings, arguments, self.reporter, quiet=again
+        )
+
+    def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
+        """The plan on a mesh."""
+        from tpuport.core.plan.pipeline_plan import Folders, plan_pipeline
+
+        return plan_pipeline(
+            self.folder,
+            found or self.rehearse(spec),
+            self.topology,
+            spec.resolve(self.topology.devices),
+            self.settings,
+            arguments=self.arguments,
+            stages=self.stages,
+            kept=Folders(_schedules(self.settings), self.dump),
+            reporter=self.reporter,
+        )
+
+
+def _best(one: _One, budget: float) -> Plan:
+    """The plan of the fastest mesh that fits; the others are in ``meshes``."""
+    started = time.monotonic()
+    count = one.topology.devices
+    first = MeshSpec(sp=count)
+    found = one.rehearse(first)
+    heads, rows = _heads_and_rows(found)
+    # Two calls of a guided step take one half of the devices each.
+    rows = math.lcm(rows, 2)
+    plans = [one.plan(first, found)]
+    others = [spec for spec in _legal(count, heads, rows) if spec != first]
+    while others and time.monotonic() - started <= budget:
+        plans.append(one.plan(others.pop(0)))
+    if others:
+        left = ", ".join(map(str, others))
+        one.reporter.say(f"no time to plan {left}: give more with --budget SECONDS")
+    seconds = [plan.seconds_per_step or float("inf") for plan in plans]
+    order = sorted(range(len(plans)), key=lambda i: (not plans[i].fits, seconds[i]))
+    best = plans[order[0]]
+    best.files = sorted({name for plan in plans for name in plan.files})
+    best.meshes = [
+        {
+            "mesh": plans[i].mesh.shape,
+            "compiled": True,
+            "fits": plans[i].fits,
+            "seconds_per_step": plans[i].seconds_per_step,
+            "stage_seconds": plans[i].seconds,
+            "hbm_bytes_per_chip": plans[i].hbm_bytes,
+        }
+        for i in order
+    ]
+    return best
+
+
+def _heads_and_rows(found: Rehearsal) -> tuple[list[int], int]:
+    """Heads and rows of the batch of the attention calls that denoise."""
+    records = [
+        record
+        for program in found.programs
+        if StageName.DENOISE in program.by_stage
+        for record in program.attention
+    ]
+    return [r.query[1] for r in records], max((r.query[0] for r in records), default=1)
+
+
+def _legal(count: int, heads: Sequence[int], rows: int) -> list[MeshSpec]:
+    """The meshes of all devices whose axes all have something to split."""
+    found = []
+    for dp in divisors(count):
+        for tp in divisors(count // dp):
+            if rows % dp == 0 and all(n % tp == 0 for n in heads):
+                found.append(MeshSpec(dp=dp, sp=count // dp // tp, tp=tp))
+    if not found:
+        raise MeshError(f"no mesh of {count} devices fits heads {heads}, rows {rows}")
+    return found
+
+
+def _schedules(settings: Settings) -> Path:
+    return cache_folder(settings.cache_dir) / "schedules"

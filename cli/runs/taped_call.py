@@ -1,0 +1,91 @@
+"""One call of a pipeline: with its tape in the run's folder, and looked at."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.cli.runs.checks import upstreams_errors
+from tpuport.core.enums import StageName
+from tpuport.core.reports import StageReport
+
+if TYPE_CHECKING:
+    from tpuport.cli.runs.video_run import VideoRun
+    from tpuport.core.drive.pipeline_run import PipelineRun
+    from tpuport.core.drive.step_caches import StepCaches
+    from tpuport.core.run.inspection import Inspection
+    from tpuport.core.seam.journal import Journal
+
+
+@dataclass(frozen=True)
+class TapedCall:
+    """One video of a run, and the tape of it in the run's folder.
+
+    Attributes:
+        load: gives a component its weights before it is called.
+        caches: the step cache, in place.
+        kept: the run's folder; ``None`` to keep nothing.
+        index: of the call.
+        until: the stage to end with.
+        inspection: looks at the calls of modules.
+    """
+
+    pipeline: Any
+    journal: Journal
+    load: Callable[[str], None]
+    caches: StepCaches | None = None
+    kept: PipelineRun | None = None
+    index: int = 0
+    until: StageName | None = None
+    inspection: Inspection | None = None
+
+    def called(
+        self, given: dict[str, Any], run: VideoRun
+    ) -> tuple[Any, list[StageReport]]:
+        """What upstream returns, and the reports of the stages that were run.
+
+        Raises:
+            ArtifactError: the tape is of a run in another way.
+        """
+        from tpuport.core.drive.checkpoints import Checkpoints
+        from tpuport.core.drive.taped import called, tape_of
+
+        name, settings = run.folder.class_name, run.settings
+        with contextlib.ExitStack() as stack:
+            tape = checkpoints = None
+            if self.kept is not None:
+                folder = self.kept.tapes[self.index]
+                before = folder.read()
+                folder.begin(run.how, before)
+                tape = tape_of(self.pipeline, given, before, self.until)
+                checkpoints = stack.enter_context(
+                    Checkpoints(tape, folder, settings.checkpoint_every, run.reporter)
+                )
+            with self._noted(), upstreams_errors(name):
+                output, drive = called(
+                    self.pipeline,
+                    given,
+                    self.journal,
+                    settings.backend,
+                    tape,
+                    self.load,
+                    None if self.inspection is None else self.inspection.around,
+                    self.caches,
+                )
+            if checkpoints is not None and self.until is not None:
+                checkpoints.finish()
+        if self.inspection is None:
+            return output, drive.reports
+        return output, self.inspection.ended(drive.reports)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What was noted until a run fails goes with the error."""
+        try:
+            yield
+        except BaseException as error:
+            if self.inspection is not None and (text := self.inspection.text()):
+                error.add_note(text)
+            raise

@@ -1,0 +1,547 @@
+"""Videos of a pipeline, from prompts to files: upstream's code drives."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport import api, targets
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.noise import read_noise
+from tpuport.cli.asked.outputs import check_report, outputs_of
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.checks import (
+    check_attention_here,
+    check_call,
+    check_executables,
+    check_host_memory,
+    check_inspection,
+    check_mesh,
+    check_on_host,
+    check_step_cache,
+    check_vae,
+    with_batch,
+    with_dtype,
+    with_host,
+)
+from tpuport.cli.runs.size_class import sized
+from tpuport.cli.runs.taped_call import TapedCall
+from tpuport.cli.shown import signals
+from tpuport.cli.shown.output import say
+from tpuport.core.enums import Backend, Blocks, StageName, denoises
+from tpuport.core.files.folders import check_folder
+from tpuport.core.files.outputs import Outputs, Video, VideoFiles
+from tpuport.core.files.video_file import SOUNDING, check_length
+from tpuport.core.reports import (
+    Reporter,
+    RunReport,
+    StageReport,
+    peak_device_bytes,
+    peak_host_bytes,
+    plural,
+)
+from tpuport.core.spec.run_settings import PROFILED_CALLS
+from tpuport.errors import UsageError
+from tpuport.plugins import plugin_for
+
+if TYPE_CHECKING:
+    from tpuport.core.drive.pipeline_run import PipelineRun
+    from tpuport.core.drive.step_caches import StepCaches
+    from tpuport.core.pipelines.call_arguments import Made
+    from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.run.inspection import Inspection
+    from tpuport.core.seam.journal import Journal
+    from tpuport.core.seam.target import Target
+
+#: Of a request, what a sidecar keeps to ask again.
+_FLAGS = (
+    *("height", "width", "num_frames", "fps", "num_inference_steps"),
+    *("guidance_scale", "image", "video", "strength", "latents", "step_cache"),
+)
+
+
+def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
+    """The pipeline's folder; the index alone is read."""
+    cache_folder(settings.cache_dir)
+    with signals.starting(before="\n"):
+        api.import_libraries(reporter)
+    from tpuport.core.pipelines.call_arguments import SCHEDULER, media_of
+    from tpuport.core.pipelines.folder import PipelineFolder
+
+    assert settings.weights is not None
+    folder = PipelineFolder.find(settings.weights, reporter)
+    plugin = plugin_for(folder.class_name)
+    if plugin is not None and (given := media_of(settings)):
+        folder = folder.taking(plugin, given, reporter)
+    folder = replace(
+        folder, guidance=settings.guidance_scale, tiling=settings.vae_tiling
+    )
+    scheduler = settings.options.get(SCHEDULER)
+    if scheduler is None or SCHEDULER in folder.parameters:
+        return folder
+    return folder.with_scheduler(str(scheduler))
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a replay makes again: the call that made a video.
+
+    Attributes:
+        videos: prompt and seed of each video of the call.
+        video: which of these is wanted.
+        noise: which of the noises of ``--latents`` the first was made from.
+    """
+
+    videos: tuple[tuple[str | None, int], ...]
+    video: int
+    noise: int
+
+
+@dataclass
+class VideoRun:
+    """One pipeline, what it is asked for, and what it made.
+
+    Attributes:
+        arguments: keywords of every call.
+        inputs: the digests of images and videos that are read, by file.
+        digests: of the frames of each video.
+        patches: what became of each patch.
+        calls: of modules, by name: of how many programs.
+        blocks: those in place, which a plugin may have.
+        again: what a replay makes again; ``None`` for what the settings ask for.
+    """
+
+    settings: Settings
+    folder: PipelineFolder
+    reporter: Reporter
+    arguments: dict[str, Any]
+    inputs: dict[str, str]
+    digests: list[str]
+    patches: list[dict[str, Any]]
+    calls: dict[str, int]
+    blocks: Blocks = Blocks.UPSTREAM
+    again: Again | None = None
+
+    @classmethod
+    def prepared(
+        cls,
+        settings: Settings,
+        folder: PipelineFolder,
+        reporter: Reporter,
+        *,
+        partly: bool = False,
+        again: Again | None = None,
+    ) -> VideoRun:
+        """Everything checked that needs no weights.
+
+        Args:
+            again: what a replay makes again.
+            partly: some components are not called, and their weights may be missing.
+
+        Raises:
+            UsageError, WeightsError, MeshError: what is wrong.
+        """
+        from tpuport.core.pipelines.call_arguments import arguments_of
+
+        _check_files(settings, folder, again)
+        if "prompt" in folder.parameters and not settings.prompt:
+            raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
+        check_attention_here(settings)
+        check_inspection(settings)
+        settings = sized(settings, folder, reporter)
+        arguments = arguments_of(folder, settings)
+        settings = with_host(settings, folder)
+        check_vae(settings, folder)
+        check_on_host(settings, folder)
+        placed = targets.place_for_port(settings.mesh, reporter)
+        settings = with_dtype(settings, placed)
+        settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
+        folder.check_packages(arguments)
+        folder = folder.fetched(reporter)
+        folder.check_components(weights=not partly)
+        settings = with_batch(settings, folder, placed)
+        check_host_memory(settings, folder)
+        if not partly and again is None:
+            check_call(settings, folder, arguments)
+        check_mesh(settings, folder, placed, arguments, reporter)
+        check_step_cache(settings, folder, placed, arguments, reporter)
+        if settings.executables is not None:
+            check_executables(settings, folder, placed, reporter)
+        inputs = {name: file_digest(Path(name)) for name in _files(settings)}
+        return cls(
+            settings, folder, reporter, arguments, inputs, [], [], {}, again=again
+        )
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """How the pipeline is run."""
+        settings = self.settings
+        return {
+            "backend": settings.backend,
+            "dtype": settings.dtype,
+            "mesh": str(targets.place_for_port(settings.mesh).spec),
+            "attention": str(settings.attention),
+            "on_host": list(settings.on_host),
+            "blocks": settings.blocks,
+            "sharding": settings.sharding,
+            "vae": settings.vae,
+            "vae_tiling": settings.vae_tiling,
+        }
+
+    @property
+    def fps(self) -> float:
+        """Of the files."""
+        from tpuport.core.pipelines.call_arguments import FPS, default_of
+
+        return float(self.settings.fps or default_of(self.folder, "fps") or FPS)
+
+    def videos(self) -> list[tuple[str | None, int]]:
+        """Prompt and seed of each video."""
+        if self.again is not None:
+            return list(self.again.videos)
+        prompts = self.settings.prompt or (None,)
+        return [(prompt, seed) for prompt in prompts for seed in self.settings.seed]
+
+    def together(self) -> list[range]:
+        """The numbers of the videos of each call."""
+        count = len(self.videos())
+        each = self.settings.batch or 1
+        return [range(n, min(n + each, count)) for n in range(0, count, each)]
+
+    def outputs(self, name: str, inputs: Sequence[Path] = ()) -> Outputs:
+        """Where the videos go; creates nothing.
+
+        Args:
+            name: the place without --out.
+            inputs: that the command reads, beside those of the run.
+        """
+        from tpuport.core.pipelines.call_arguments import default_of
+
+        count = 1 if self.again is not None else len(self.videos())
+        read = [*inputs, *(Path(name).expanduser() for name in self.inputs)]
+        outputs = outputs_of(self.settings, name, count, inputs=read)
+        frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
+        for path in outputs.paths:
+            check_length(path, outputs.kind, frames, self.fps)
+        for remark in outputs.remarks():
+            say(remark)
+        return outputs
+
+    def make(
+        self,
+        outputs: Outputs | None,
+        started: float,
+        kept: PipelineRun | None = None,
+        until: StageName | None = None,
+    ) -> tuple[list[Video], RunReport]:
+        """Load the pipeline and make every video.
+
+        Args:
+            kept: the run's folder: what is in it is not done again.
+            until: the stage to end with.
+        """
+        self.reporter.say(self._in_words())
+        if until is not None and kept is not None and kept.finished(until):
+            self.reporter.say(f"{until}: finished in {kept.path}, reused")
+            return [], self.report([], time.perf_counter() - started)
+        if until is not None and not any(map(denoises, self.folder.components())):
+            raise UsageError(
+                f"{self.folder.class_name} has no denoiser, and so no stages; use "
+                "`tpuport generate`"
+            )
+        late = until is not None or bool(kept and kept.begun)
+        with contextlib.ExitStack() as stack:
+            opened = stack.enter_context(self.opened(late=late))
+            files = None
+            if outputs is not None:
+                files = stack.enter_context(VideoFiles(outputs, self.fps))
+            stages: list[Any] = []
+            count = len(self.videos())
+            for call, numbers in enumerate(self.together()):
+                with contextlib.ExitStack() as told:
+                    if call:  # the stages were told with the first call
+                        which = " and ".join(str(n + 1) for n in numbers)
+                        what = f"video {which} of {count}"
+                        told.enter_context(self.reporter.timed(what))
+                        opened.journal.reporter = Reporter()
+                    one = replace(opened, kept=kept, index=call, until=until)
+                    made, reports = self.made(one)
+                    stages += reports
+                    if one.inspection is not None:
+                        for line in one.inspection.lines(reports):
+                            self.reporter.say(line)
+                    if made is not None:
+                        self._write(numbers, made, files)
+            report = self.report(stages, time.perf_counter() - started)
+            videos = [] if files is None else files.publish(self._describer(report))
+        return videos, report
+
+    def _pipeline(self, *, late: bool) -> tuple[Any, Callable[[str], None]]:
+        """The pipeline, and what loads the weights of a component that is called."""
+        from tpuport.core.arrays import torch_dtype
+        from tpuport.core.drive.late_weights import LateWeights
+
+        dtype = torch_dtype(str(self.settings.dtype))
+        if not late:
+            return self.folder.load(dtype, self.reporter), lambda name: None
+        weights = LateWeights(self.folder, dtype, self.reporter)
+        return weights.pipeline, weights.load
+
+    @contextlib.contextmanager
+    def opened(self, *, late: bool = False) -> Iterator[TapedCall]:
+        """The pipeline with its weights, ported while the block lasts.
+
+        Args:
+            late: read the weights of a component when it is called.
+        """
+        pipeline, load = self._pipeline(late=late)
+        pipeline.set_progress_bar_config(disable=True)
+        with self._ported(pipeline) as (journal, caches):
+            inspection = self._inspection(journal)
+            yield TapedCall(pipeline, journal, load, caches, inspection=inspection)
+
+    def _inspection(self, journal: Journal) -> Inspection | None:
+        """What looks at the calls of modules, if something was asked for."""
+        from tpuport.core.run.inspection import Inspection
+
+        asked = self.settings
+        if not (asked.memory_report or asked.profile or asked.no_jit):
+            return None
+        if asked.backend == Backend.DIFFUSERS:
+            say("--memory-report, --profile and --no-jit: not for upstream's code")
+            return None
+        return Inspection(
+            journal,
+            targets.place_for_port(asked.mesh).mesh.devices.flat,
+            memory=asked.memory_report,
+            profile=asked.profile,
+            calls=asked.profile_calls or PROFILED_CALLS,
+            op_by_op=asked.no_jit,
+        )
+
+    @contextlib.contextmanager
+    def _ported(self, pipeline: Any) -> Iterator[tuple[Journal, StepCaches | None]]:
+        from tpuport.core.seam.journal import Journal
+        from tpuport.core.seam.ported import port_pipeline, seam_of, unport
+
+        settings = self.settings
+        if settings.backend == Backend.DIFFUSERS:
+            with self._cached(pipeline) as caches:
+                yield Journal(self.reporter), caches
+            return
+        placed = targets.place_for_port(settings.mesh)
+        name = self.folder.class_name
+        target = targets.claimed_target(name, placed, settings, self.reporter)
+        built = targets.executables_for(name, placed, settings, self.reporter)
+        self.blocks = target.blocks
+        target = replace(target, built=built)
+        with self._cached(pipeline, target) as caches:
+            port_pipeline(pipeline, target, settings.on_host, self.reporter)
+            seam = seam_of(pipeline)
+            try:
+                yield seam.journal, caches
+                self.patches = seam.patches()
+                self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
+            finally:
+                unport(pipeline)
+
+    @contextlib.contextmanager
+    def _cached(
+        self, pipeline: Any, target: Target | None = None
+    ) -> Iterator[StepCaches | None]:
+        """In this block the denoisers can be called with a step cache, if asked for."""
+        from tpuport.core.drive.step_caches import standing, step_caches
+
+        if self.settings.step_cache is None:
+            yield None
+            return
+        caches = step_caches(pipeline, self.settings.step_cache, target)
+        with standing(caches.modules.values()):
+            yield caches
+
+    def made(self, one: TapedCall) -> tuple[Made | None, list[StageReport]]:
+        """One video, and the reports of its stages; ``None`` for a stage before it.
+
+        Raises:
+            TpuportError: upstream fails, or a frame is NaN.
+        """
+        import torch
+
+        from tpuport.core.files.frames import FrameChecks, measure
+        from tpuport.core.pipelines.call_arguments import as_arrays, made_of
+
+        numbers = self.together()[one.index]
+        given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
+        torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
+        output, reports = one.called(given, self)
+        if one.until is not None:
+            return None, reports
+        made = made_of(output, one.pipeline)
+        checks = FrameChecks()
+        for number, frames in zip(numbers, made.frames, strict=False):
+            checks.add(number, frames[None].shape, measure(frames[None]))
+        checks.check()
+        return made, reports
+
+    def _own(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """The keywords of a call that are its videos' own; several are in lists."""
+        import torch
+
+        known = self.folder.all_parameters
+        videos = [self.videos()[number] for number in numbers]
+        found: dict[str, list[Any]] = {}
+        if videos[0][0] is not None:
+            found["prompt"] = [prompt for prompt, _ in videos]
+        if "generator" in known:
+            found["generator"] = [
+                torch.Generator("cpu").manual_seed(seed) for _, seed in videos
+            ]
+        given: dict[str, Any] = {
+            name: values if len(values) > 1 else values[0]
+            for name, values in found.items()
+        }
+        noise = read_noise(self.settings.latents)
+        if noise is not None:
+            of_all = noise.for_videos(max(len(self.videos()), len(noise.tensor)))
+            first = numbers[0] + (self.again.noise if self.again else 0)
+            given["latents"] = of_all[first : first + len(numbers)]
+        return given
+
+    def _write(
+        self, numbers: Sequence[int], made: Made, files: VideoFiles | None
+    ) -> None:
+        from tpuport.core.pipelines.sidecar import frames_digest
+
+        if len(made.frames) < len(numbers):
+            raise UsageError(
+                f"{self.folder.class_name} made {plural(len(made.frames), 'video')} of "
+                f"{len(numbers)} prompts: leave --batch out"
+            )
+        asked, found = self.settings.num_frames, len(made.frames[0])
+        if asked is not None and asked != found and numbers[0] == 0:
+            say(f"{self.folder.class_name} made {plural(found, 'frame')}, not {asked}")
+        wanted = numbers if self.again is None else numbers[self.again.video :][:1]
+        for number in wanted:
+            frames = made.frames[number - numbers[0]]
+            self.digests.append(frames_digest(frames))
+            if files is not None:
+                files.take(number - wanted[0] * bool(self.again), frames[None])
+        if files is None or made.sound is None:
+            return
+        if files.outputs.kind in SOUNDING:
+            files.sound(numbers[0], made.sound, made.rate)
+        else:
+            say(f"the sound is left out: .{files.outputs.kind} holds none")
+
+    def _describer(self, report: RunReport) -> Any:
+        from tpuport.core.pipelines import sidecar
+
+        settings = self.settings
+        flags = {n: getattr(settings, n) for n in _FLAGS}
+        if settings.step_cache is not None:
+            flags["step_cache"] = str(settings.step_cache)
+
+        def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
+            number = index + (self.again.video if self.again else 0)
+            call = next(c for c in self.together() if number in c)
+            videos = [self.videos()[n] for n in call]
+            request: sidecar.Request = {
+                "prompts": [prompt for prompt, _ in videos],
+                "negative_prompts": [settings.negative_prompt] * len(videos),
+                "seeds": [[seed for _, seed in videos]],
+                "flags": {n: v for n, v in flags.items() if v is not None},
+                "options": dict(settings.options),
+            }
+            how: Any = self.how
+            digest = self.digests[index]
+            return sidecar.describe(
+                *(self.folder, request, how, self.inputs, digest, report, output),
+                video=number - call[0],
+                noise=call[0] + (self.again.noise if self.again else 0),
+            )
+
+        return describe
+
+    def report(self, stages: list[Any], seconds: float) -> RunReport:
+        from tpuport.core.drive.driving import merged
+
+        placed = targets.place_for_port(self.settings.mesh)
+        devices = list(placed.mesh.devices.flat)
+        return RunReport(
+            model=self.folder.class_name,
+            weights=self.folder.checkpoint.reference,
+            platform=str(devices[0].platform),
+            mesh=str(placed.spec),
+            devices=len(devices),
+            dtype=str(self.settings.dtype),
+            blocks=self.blocks,
+            stages=tuple(merged(stages)),
+            total_seconds=seconds,
+            peak_host_bytes=peak_host_bytes(),
+            peak_device_bytes=peak_device_bytes(devices),
+        )
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Size, frames and steps; what was not given is upstream's default."""
+        from tpuport.core.pipelines.call_arguments import default_of
+
+        names = ("width", "height", "num_frames", "num_inference_steps")
+        return {
+            name: getattr(self.settings, name) or default_of(self.folder, name)
+            for name in names
+        }
+
+    def _in_words(self) -> str:
+        """What will be made."""
+        settings = self.settings
+        width, height, frames, steps = self.asked.values()
+        parts = [
+            f"{width}x{height}" if width and height else "",
+            f"{plural(frames, 'frame')} at {self.fps:g} fps" if frames else "",
+            plural(steps, "step") if steps else "",
+            f"seed {', '.join(map(str, settings.seed))}",
+        ]
+        count = plural(len(self.videos()), "video")
+        said = ", ".join(filter(None, parts))
+        return f"making {count} by {self.folder.class_name}: {said}"
+
+
+def _check_files(
+    settings: Settings, folder: PipelineFolder, again: Again | None
+) -> None:
+    """Refuse files that cannot be read or written, before anything is fetched.
+
+    Raises:
+        UsageError, OutputError, ArtifactError: which one.
+    """
+    count = max(len(settings.prompt), 1) * len(settings.seed)
+    noise = read_noise(settings.latents)
+    if noise is not None:
+        if "latents" not in folder.all_parameters:
+            raise UsageError(f"--latents: {folder.class_name} takes none")
+        if again is None:
+            noise.for_videos(count)
+    if settings.out is not None:
+        outputs_of(settings, "", 1 if again is not None else count)
+    if settings.report is not None:
+        check_report(settings.report, settings.inputs())
+    if settings.run_dir is not None:
+        check_folder("--run-dir", settings.run_dir)
+
+
+def _files(settings: Settings) -> list[str]:
+    named = [settings.image, settings.video, settings.latents]
+    named += settings.options.values()
+    texts = [text for text in named if isinstance(text, str)]
+    return [t for t in texts if Path(t).expanduser().is_file()]
+
+
+def file_digest(file: Path) -> str:
+    """sha256 of a file."""
+    return hashlib.sha256(file.expanduser().read_bytes()).hexdigest()

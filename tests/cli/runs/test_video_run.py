@@ -1,0 +1,504 @@
+"""``tpuport`` on a pipeline that no plugin is for: its folder is enough."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import tpuport
+from tests.cli.commands.test_plan import plan
+from tests.cli.tools import ASKED, Cli
+from tests.core.files.videos import read_back, sound_of
+from tests.pipelines.example import all_examples, made, saved
+from tests.processes import Once, needs_libtpu
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.commands import replay
+from tpuport.cli.runs import planning
+from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.pipelines import folder as pipelines
+from tpuport.core.pipelines import sidecar
+from tpuport.core.reports import Reporter
+from tpuport.core.seam import program_runs
+
+
+def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> None:
+    """Also: the mesh is used, and the sidecar makes the frames again."""
+    ran = cli(
+        *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
+        *("--mesh", "dp=1,sp=2", "--out", "frames/"),
+    )
+    assert ran.code == 0, ran.err
+    assert "making 2 videos by WanPipeline: 32x16, 5 frames at 10 fps" in ran.err
+    assert len(ran.err.splitlines()) <= 20
+    document = ran.json
+    assert document["pipeline"] == "WanPipeline"
+    assert document["calls"]["transformer"] == 1
+    assert {p["state"] for p in document["patches"]} >= {"applied"}
+    upstream = diffusers.DiffusionPipeline.from_pretrained(folder)
+    upstream.set_progress_bar_config(disable=True)
+    for video, seed in zip(document["videos"], (3, 4), strict=True):
+        frames = upstream(
+            prompt="a fox runs",
+            negative_prompt="blurry",
+            height=16,
+            width=32,
+            num_frames=5,
+            num_inference_steps=2,
+            max_sequence_length=16,
+            generator=torch.Generator("cpu").manual_seed(seed),
+            output_type="np",
+        ).frames[0]
+        files = sorted(Path(video["path"]).iterdir())
+        found = np.stack([np.asarray(Image.open(file)) for file in files])
+        assert np.abs(found - np.rint(frames * 255)).max() <= 1
+    again = cli("replay", document["videos"][1]["path"], "--out", "again.gif")
+    assert again.code == 0, again.err
+    assert "the same frames as " in again.last
+    assert read_back("again.gif")[:3] == (5, 16, 32)
+
+
+def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> None:
+    """Noise from a file, another scheduler, an encoder on the host; and a replay."""
+    noise = torch.randn(2, 16, 2, 2, 4, generator=torch.Generator().manual_seed(9))
+    save_file({"noise": noise}, "noise.safetensors")
+    ran = cli(
+        *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
+        *(
+            "--latents",
+            "noise.safetensors",
+            "--option",
+            "scheduler=UniPCMultistepScheduler",
+        ),
+        *("--encode-on", "host", "--vae-tiling", "on", "--out", "frames/"),
+    )
+    assert ran.code == 0, ran.err
+    document = ran.json
+    assert "text_encoder" not in document["calls"]
+    upstream = diffusers.DiffusionPipeline.from_pretrained(folder)
+    upstream.set_progress_bar_config(disable=True)
+    upstream.vae.enable_tiling()
+    upstream.scheduler = diffusers.UniPCMultistepScheduler.from_config(
+        upstream.scheduler.config
+    )
+    frames = upstream(
+        prompt="a fox runs",
+        negative_prompt="blurry",
+        height=16,
+        width=32,
+        num_frames=5,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        latents=noise[1:],
+        output_type="np",
+    ).frames[0]
+    files = sorted(Path(document["videos"][1]["path"]).iterdir())
+    found = np.stack([np.asarray(Image.open(file)) for file in files])
+    assert np.abs(found - np.rint(frames * 255)).max() <= 1
+    again = cli("replay", document["videos"][1]["path"], "--out", "again.gif")
+    assert again.code == 0, again.err
+    assert "the same frames as " in again.last
+
+
+def index(folder: Path, **changes: Any) -> None:
+    """Change ``model_index.json``."""
+    file = folder / "model_index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+WRONG = {
+    "an option": (("--option", "max_sequence_lenght=3"), "did you mean max_seq"),
+    "a kind": (("--option", "guidance_scale_2=much"), "guidance_scale_2"),
+    "a prompt twice": (("--option", "prompt=a dog"), "was given by a flag too"),
+    "two videos a file": (("--option", "num_videos_per_prompt=2"), "--seed 1,2"),
+    "an image": (("--image", "x.png"), "WanPipeline takes none"),
+    "a variant": (("--variant", "5b"), "models with a plugin"),
+    "a scheduler": (
+        ("--option", "scheduler=clock"),
+        "takes FlowMatchEulerDiscreteScheduler",
+    ),
+    "a component": (("--on-host", "texts"), "text_encoder"),
+    "a component of upstream's": (
+        ("--on-host", "vae", "--backend", "diffusers"),
+        "all components run so",
+    ),
+    "a mesh": (("--mesh", "sp=99"), "99"),
+    "rows": (("--mesh", "dp=3"), "no rows that 3"),
+    "heads": (("--mesh", "tp=3"), "which does not divide"),
+    "a size": (("--size", "33x16"), "33"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_the_pipeline_does_not_take_is_refused(
+    name: str, cli: Cli, folder: Path
+) -> None:
+    more, told = WRONG[name]
+    ran = cli("generate", "--weights", folder, *ASKED, *more)
+    assert ran.code == 2, ran.err
+    assert ran.last.startswith("error: ")
+    assert told in ran.last
+    assert len(ran.last) <= 310
+    assert not list(Path().glob("*.mp4"))
+
+
+def test_a_picture_that_is_needed_is_asked_for(cli: Cli, copied: Path) -> None:
+    index(copied, _class_name="WanImageToVideoPipeline")
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 2
+    assert ran.last.endswith("WanImageToVideoPipeline needs image; add --image FILE")
+
+
+@pytest.mark.parametrize("budget", [0.0, 100.0])
+def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) -> None:
+    record = SimpleNamespace(query=(1, 3, 64, 8))
+    denoise = SimpleNamespace(by_stage={"denoise": 2}, attention=(record,))
+    seconds = {"dp=1,sp=4,tp=1": 2.0, "dp=2,sp=2,tp=1": 1.0}
+    told: list[str] = []
+
+    def planned(spec: MeshSpec, found: Any = None) -> Any:
+        step = seconds[str(spec)]
+        return SimpleNamespace(
+            mesh=spec,
+            fits=True,
+            seconds_per_step=step,
+            seconds=step,
+            hbm_bytes=1,
+            files=[],
+        )
+
+    one: Any = SimpleNamespace(
+        topology=SimpleNamespace(devices=4),
+        rehearse=lambda spec: SimpleNamespace(programs=(denoise,)),
+        plan=planned,
+        reporter=SimpleNamespace(say=told.append),
+    )
+    best: Any = planning._best(one, budget)
+    if budget:
+        assert str(best.mesh) == "dp=2,sp=2,tp=1"
+        assert told == []
+    else:
+        assert str(best.mesh) == "dp=1,sp=4,tp=1"
+        assert told == [
+            "no time to plan dp=2,sp=2,tp=1: give more with --budget SECONDS"
+        ]
+
+
+DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "no such class": ({"_class_name": "WanPipelin"}, "did you mean WanPipeline"),
+    "its own code": ({"_class_name": ["mine", "Pipe"]}, "code of its own"),
+    "no class": ({"_class_name": None}, "names no pipeline"),
+    "a base class": ({"_class_name": "DiffusionPipeline"}, "not a pipeline"),
+    "no pipeline": ({"_class_name": "AutoencoderKLWan"}, "not a pipeline"),
+    "another library": ({"vae": ["mine", "VAE"]}, "vae as mine.VAE"),
+    "no denoiser": ({"transformer": [None, None]}, "has no transformer"),
+    "no autoencoder": ({"vae": [None, None]}, "has no vae"),
+    "no such component": ({"vae": ["diffusers", "AutoencoderKLWann"]}, "AutoencoderK"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_folder_that_cannot_be_run_is_one_line(
+    name: str, cli: Cli, copied: Path
+) -> None:
+    changes, told = DAMAGED[name]
+    index(copied, **changes)
+    compiled = ("compile", "--topology", "cpu-8", "--out", "built")
+    for command in (("generate",), compiled):
+        ran = cli(*command, "--weights", copied, *ASKED)
+        assert ran.code == 1, ran.err
+        assert told in ran.last
+        assert str(copied) in ran.last
+
+
+def test_a_folder_without_an_index_is_one_line(cli: Cli, copied: Path) -> None:
+    (copied / "model_index.json").unlink()
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert "model_index.json or modular_model_index.json" in ran.last
+
+
+def test_pickled_weights_are_not_read(cli: Cli, copied: Path) -> None:
+    weights = next((copied / "vae").glob("*.safetensors"))
+    weights.rename(weights.with_suffix(".bin"))
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert "pickle" in ran.last
+
+
+def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> None:
+    """Upstream has long defaults for what is not given."""
+    asked = ("--size", "32x16", "--frames", "1", "--steps", "1")
+    for given in ((), ("--negative-prompt", "")):
+        run = ("generate", "--weights", folder, "--prompt", "", *asked, *given)
+        assert cli(*run, "--out", "x.gif", "--overwrite").code == 0
+        request = read_sidecar(Path("x.gif.json"))["request"]
+        assert request["prompts"] == [""]
+        recorded: Any = sidecar.read(Path("x.gif.json"))
+        again = replay._recorded(Path("x.gif.json"), recorded, Settings())
+        assert again.prompt == ("",)
+        assert again.negative_prompt == ("" if given else None)
+
+
+def test_a_weight_that_is_missing_is_named(cli: Cli, copied: Path) -> None:
+    (file,) = (copied / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    del weights["proj_out.weight"]
+    save_file(weights, file, {"format": "pt"})
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert "transformer/ has no weight proj_out.weight" in ran.last
+
+
+def test_other_weights_and_other_frames_are_found(
+    cli: Cli, folder: Path, copied: Path
+) -> None:
+    ran = cli("generate", "--weights", folder, *ASKED, "--out", "fox.mp4")
+    assert ran.code == 0, ran.err
+    config = copied / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text().replace("7.0", "6.0"))
+    ran = cli("replay", "fox.mp4", "--weights", copied)
+    assert ran.code == 1
+    assert "scheduler is not what" in ran.last
+    altered = {**read_sidecar(Path("fox.mp4.json")), "frames_sha256": "0" * 64}
+    Path("altered.json").write_bytes(sidecar_bytes(altered))
+    ran = cli("replay", "altered.json")
+    assert ran.code == 1
+    assert "not the recorded ones" in ran.last
+
+
+def test_programs_that_were_compiled_ahead_run(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are not needed; nothing is compiled again; another run is refused.
+
+    So are programs between the calls of modules, for which the tensors are small.
+    """
+    monkeypatch.setattr(program_runs, "FEWEST", 1)
+    bare = Path(shutil.copytree(folder, "bare"))
+    for file in bare.rglob("*.safetensors"):
+        file.unlink()
+    on = ("--mesh", "sp=2")
+    made = cli("compile", "--weights", bare, *ASKED, *on, "--out", "built", "--json")
+    assert made.code == 0, made.err
+    run = ("generate", "--weights", folder, *ASKED, "--seed", "3", "--json")
+    ran = cli(*run, *on, "--executables", "built", "--out", "built.gif")
+    assert ran.code == 0, ran.err
+    report = ran.json["report"]
+    programs = [one for stage in report["stages"] for one in stage["compiles"]]
+    assert "arithmetic" in {one["stage"] for one in programs}
+    assert len(programs) == len(made.json["programs"])
+    assert all(one["loaded"] for one in programs)
+    python = loaded_from_python(folder, "built")
+    assert python == len(programs)
+    config = bare / "transformer" / "config.json"
+    config.write_text(config.read_text().replace("1e-06", "1e-05"))
+    for file in folder.rglob("*.safetensors"):
+        shutil.copy(file, bare / file.relative_to(folder))
+    other = ("--weights", bare)
+    for more, told in (
+        (("--mesh", "sp=4"), "sp=2,tp=1 -> dp=1,sp=4"),
+        ((*on, "--dtype", "bfloat16"), "dtype float32 -> bfloat16"),
+        ((*on, *other), "eps 1e-06 -> 1e-05"),
+    ):
+        ran = cli(*run, *more, "--executables", "built", "--out", "other.gif")
+        assert ran.code == 1, ran.err
+        assert told in ran.last
+
+
+def loaded_from_python(folder: Path, built: str) -> int:
+    """How many programs ``port(executables=...)`` loads; none is compiled."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    told = Told()
+    keywords = {
+        "prompt": "a fox runs",
+        "negative_prompt": "blurry",
+        "height": 16,
+        "width": 32,
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "max_sequence_length": 16,
+        "output_type": "np",
+    }
+
+    def video() -> Any:
+        generator = torch.Generator("cpu").manual_seed(3)
+        return pipe(**keywords, generator=generator).frames[0]
+
+    expected = video()
+    with tpuport.ported(pipe, mesh="sp=2", executables=built, reporter=told):
+        found = video()
+    assert np.abs(found - expected).max() < 1e-4
+    assert all(report.loaded for report in told.reports)
+    return len(told.reports)
+
+
+class Told(Reporter):
+    """Keeps what is reported of programs."""
+
+    def __init__(self) -> None:
+        self.reports: list[Any] = []
+
+    def compiled(self, report: Any) -> None:
+        self.reports.append(report)
+
+
+def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
+    """Its guidance is a component; what a call takes are the inputs of its blocks."""
+
+    def write(folder: Path) -> None:
+        saved(made(all_examples()["WanModularPipeline"])[0], folder / "pipeline")
+
+    folder = once("wan-blocks", write) / "pipeline"
+    run = ("generate", "--weights", folder, *ASKED, "--guidance", "3", "--seed", "3")
+    ran = cli(*run, "--mesh", "sp=2", "--out", "frames/", "--json")
+    assert ran.code == 0, ran.err
+    upstream = diffusers.ModularPipeline.from_pretrained(folder)
+    upstream.load_components(local_files_only=True)
+    upstream.update_components(guider=type(upstream.guider)(guidance_scale=3.0))
+    (frames,) = upstream(
+        prompt="a fox runs",
+        negative_prompt="blurry",
+        height=16,
+        width=32,
+        num_frames=5,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        generator=torch.Generator("cpu").manual_seed(3),
+        output_type="np",
+        output="videos",
+    )
+    files = sorted(Path("frames").glob("*.png"))
+    found = np.stack([np.asarray(Image.open(file)) for file in files])
+    assert np.abs(found - np.rint(np.asarray(frames) * 255)).max() <= 1
+    again = cli("replay", "frames")
+    assert again.code == 0, again.err
+    ran = cli(*run, "--option", "max_length=3")
+    assert ran.code == 2
+    assert "did you mean max_sequence_length" in ran.last
+
+
+def test_a_list_that_is_a_setting_of_blocks_is_whole(tmp_path: Path) -> None:
+    """Not taken for a component, and not cut as the entry of one is."""
+    levels = [1.0, 0.9, 0.7, 0.4]
+    name = "Cosmos3DistilledModularPipeline"
+    content = {"_class_name": name, "distilled_sigmas": levels}
+    content["_blocks_class_name"] = "Cosmos3DistilledBlocks"
+    (tmp_path / "modular_model_index.json").write_text(json.dumps(content))
+    found = pipelines.PipelineFolder.find(tmp_path, Reporter())
+    assert found.components() == {}
+    assert found.put_together({}).config.distilled_sigmas == levels
+
+
+def test_a_pipeline_of_blocks_makes_a_video_with_upstreams_sound(
+    cli: Cli, once: Once
+) -> None:
+    def write(folder: Path) -> None:
+        saved(made(all_examples()["LTX2ModularPipeline"])[0], folder / "pipeline")
+
+    folder = once("ltx-2-blocks", write) / "pipeline"
+    ran = cli(
+        *("generate", "--weights", folder, "--backend", "diffusers", "--steps", "1"),
+        *("--prompt", "a fox", "--size", "32x32", "--frames", "5", "--out", "fox.mp4"),
+        *("--option", "max_sequence_length=32", "--seed", "3"),
+    )
+    assert ran.code == 0, ran.err
+    upstream = diffusers.ModularPipeline.from_pretrained(folder)
+    upstream.load_components(local_files_only=True)
+    expected = upstream(
+        prompt="a fox",
+        height=32,
+        width=32,
+        num_frames=5,
+        num_inference_steps=1,
+        max_sequence_length=32,
+        generator=torch.Generator("cpu").manual_seed(3),
+        output="audio",
+    )[0].numpy()
+    rate = upstream.vocoder.config.output_sampling_rate
+    found = sound_of(Path("fox.mp4"), rate)
+    count = expected.shape[-1]
+    assert 0 <= found.shape[1] - count <= 2048  # whole blocks of the codec
+    # What the codec keeps of noise is as loud.
+    loud = [float(np.abs(one).mean()) for one in (found[:, :count], expected)]
+    assert loud[0] == pytest.approx(loud[1], rel=0.2)
+
+
+def test_the_plugin_of_an_equal_pipeline_is_used(cli: Cli, once: Once) -> None:
+    """Its patches: without, the transformer cannot become a program.
+
+    The transformer is compiled and run, so the test may take more than 10 s.
+    """
+
+    def write(folder: Path) -> None:
+        name = "HunyuanVideo15ModularPipeline"
+        saved(made(all_examples()[name])[0], folder / "pipeline")
+
+    folder = once("hunyuan-blocks", write) / "pipeline"
+    run = ("--weights", folder, "--prompt", "a fox", "--negative-prompt", "blurry")
+    run += ("--size", "32x16", "--frames", "5", "--steps", "1")
+    ran = cli(
+        "compile",
+        *run,
+        "--stage",
+        "denoise",
+        "--topology",
+        "local",
+        "--out",
+        "built",
+        "--json",
+    )
+    assert ran.code == 0, ran.err
+    assert "blocks of the plugin of hunyuanvideo" in ran.err
+    assert len(ran.json["programs"]) == 1
+    hosts = ("text_encoder", "text_encoder_2", "vae")
+    run += tuple(word for name in hosts for word in ("--on-host", name))
+    ran = cli("generate", *run, "--executables", "built", "--out", "x.gif", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["report"]["blocks"] == "native"
+    stages = ran.json["report"]["stages"]
+    (used,) = (one for stage in stages for one in stage["compiles"])
+    assert used["loaded"]
+
+
+def test_a_package_that_is_missing_is_named(
+    cli: Cli, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = pipelines.__name__ + ".absent_packages"
+    monkeypatch.setattr(called, lambda classes: ["ftfy"])
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert ran.last.endswith("pip install ftfy")
+
+
+@needs_libtpu
+def test_a_plan_needs_configs_alone(copied: Path, tmp_path: Path) -> None:
+    for file in copied.rglob("*.safetensors"):
+        file.unlink()
+    done = plan(
+        tmp_path / "cache",
+        *("--weights", str(copied), "--topology", "v6e-4", *ASKED, "--json"),
+        *("--dump", str(tmp_path / "dump")),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    calls = {call["name"]: (call["stage"], call["calls"]) for call in found["calls"]}
+    assert calls == {"text_encoder": ("encode", 2), "transformer": ("denoise", 4)}
+    stage = found["stages"]["denoise"]
+    (program,) = stage["programs"]
+    assert program["calls"] == 4
+    assert stage["calls"] == 2
+    assert found["seconds_per_step"] == pytest.approx(2 * program["seconds"])
+    assert found["mesh"] == {"dp": 1, "sp": 4, "tp": 1}
+    assert "denoise-transformer-0-dp1-sp4-tp1.hlo.txt" in found["files"]
+    assert all((tmp_path / "dump" / name).exists() for name in found["files"])

@@ -1,0 +1,82 @@
+"""Folders that are made once and kept: small checkpoints, in the cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from typing_extensions import TypedDict
+
+from tpuport.core.files.atomic import cannot_write, temporary_beside
+from tpuport.core.files.fingerprint import fingerprint_files
+from tpuport.core.files.typed import checked, read_json
+from tpuport.errors import ArtifactError, TpuportError, WeightsError
+
+_SEAL = "tpuport-demo.json"
+
+
+class Seal(TypedDict):
+    """What lies in a folder that was made to its end."""
+
+    fingerprint: str
+
+
+def made_once(
+    folder: Path, make: Callable[[Path], None], what: str, say: Callable[[str], None]
+) -> None:
+    """Have ``make`` fill ``folder``, unless it did and nothing is damaged since.
+
+    Args:
+        make: takes an empty folder.
+        what: for ``say``, which is told when the folder is made.
+
+    Raises:
+        WeightsError: the folder cannot be written.
+    """
+    if not _intact(folder):
+        say(what)
+        _make(make, folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != _SEAL]
+
+
+def _intact(folder: Path) -> bool:
+    """Whether the folder is there and is what was made: the seal says."""
+    file, remedy = folder / _SEAL, "the folder is made again"
+    try:
+        seal = checked(Seal, read_json(file, ArtifactError, remedy), file, remedy)
+        return seal["fingerprint"] == fingerprint_files(folder, _files(folder))
+    except (OSError, TpuportError):
+        return False
+
+
+def _make(make: Callable[[Path], None], folder: Path) -> None:
+    from safetensors import SafetensorError
+
+    temporary = folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(folder)
+        temporary.mkdir()
+        make(temporary)
+        seal = {"fingerprint": fingerprint_files(temporary, _files(temporary))}
+        (temporary / _SEAL).write_text(json.dumps(seal) + "\n")
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        try:
+            os.replace(temporary, folder)
+        except OSError:
+            # Another process may have put the same folder there meanwhile.
+            if not _intact(folder):
+                raise
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(
+            f"{cannot_write(folder, error)}; --cache-dir names another folder"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
