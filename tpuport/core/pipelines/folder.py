@@ -234,8 +234,8 @@ class PipelineFolder:
     @property
     def has_guider(self) -> bool:
         """Whether guidance is a component of the pipeline, with a scale of its own."""
-        known = () if self.blocks is None else self.blocks.component_names
-        return "guider" in known
+        blocks = self.blocks
+        return "guider" in (self.index if blocks is None else blocks.component_names)
 
     def check_packages(self, arguments: Mapping[str, Any]) -> None:
         """Refuse a call whose code uses a package that is not installed.
@@ -331,10 +331,6 @@ class PipelineFolder:
                 made.update_components(**parts)
                 for block in _all_blocks(made._blocks):
                     block._progress_bar_config = {"disable": True}
-                for name, guider in made.components.items():
-                    if name.startswith("guider") and self.guidance is not None:
-                        scaled = {**guider.config, "guidance_scale": self.guidance}
-                        made.update_components(**{name: type(guider)(**scaled)})
                 return made
             names = (
                 inspect.signature(cls.__init__).parameters.keys() & self.index.keys()
@@ -390,8 +386,13 @@ class PipelineFolder:
         return self.adjusted(pipeline)
 
     def adjusted(self, pipeline: Any) -> Any:
-        """``pipeline`` with the scheduler and the tiles that were asked for."""
-        for component in pipeline.components.values():
+        """``pipeline`` with the scheduler, guidance and tiles that were asked for."""
+        modular = isinstance(pipeline, diffusers.ModularPipeline)
+        change = pipeline.update_components if modular else pipeline.register_modules
+        for name, component in list(pipeline.components.items()):
+            if name.startswith("guider") and self.guidance is not None:
+                scaled = {**component.config, "guidance_scale": self.guidance}
+                change(**{name: type(component)(**scaled)})
             if not hasattr(component, "enable_tiling"):
                 continue
             needed = type(component).__name__ in _TILED
