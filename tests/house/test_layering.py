@@ -440,7 +440,7 @@ def test_each_rule_sees_a_breach_of_it() -> None:
     }
     low = Source("tpuport.core.mesh.bad", ROOT / "bad.py", tree)
     for name, wrong in (
-        ("tpuport.core.run.session.Session", True),
+        ("tpuport.core.seam.seam.Seam", True),
         ("tpuport.core.mesh.chips.chip", False),
         ("tpuport.core.arrays.to_numpy", False),
         ("tpuport.errors.MeshError", False),

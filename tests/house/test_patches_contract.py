@@ -15,31 +15,33 @@ import pytest
 
 from tpuport.cli.commands.patches import Entry, examine
 from tpuport.core import compat
+from tpuport.core.enums import Blocks
 from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
-from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, resolve_operator
 from tpuport.core.tracing.patching import Patch, applied, inspect_patches
 from tpuport.errors import OpConflictError, PatchError
-from tpuport.plugins import ports
+from tpuport.patches import standard
+from tpuport.plugins import model_plugins
 
 TESTS = Path(__file__).parents[1]
 
-PORTS = ports()
-#: With upstream's blocks, and with native ones where there are any.
-FORMS = {
-    " ".join(filter(None, (form.name, form.form, form.blocks))): form
-    for port in PORTS
-    for blocks in reversed(BLOCKS)
-    for form in with_blocks(port, blocks).all_forms
+PLUGINS = model_plugins()
+#: What is in force with upstream's blocks, and with native ones.
+SETS = {
+    f"{plugin.name} {blocks}": (*standard.PATCHES, *plugin.patches_with(blocks))
+    for plugin in PLUGINS
+    for blocks in Blocks
 }
-PATCHES = tuple(dict.fromkeys(p for form in FORMS.values() for p in form.patches))
+PATCHES = tuple(dict.fromkeys(p for patches in SETS.values() for p in patches))
 OVERRIDES = tuple(
-    dict.fromkeys(o for f in FORMS.values() for o in (*EVERYWHERE, *f.overrides))
+    dict.fromkeys(
+        (*EVERYWHERE, *standard.OVERRIDES, *(o for p in PLUGINS for o in p.overrides))
+    )
 )
 
 each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
 each_override = pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: o.name)
-each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+each_set = pytest.mark.parametrize("patches", SETS.values(), ids=SETS)
 
 
 @functools.cache
@@ -141,12 +143,14 @@ def test_a_patch_holds_in_the_block_and_is_undone(patch: Patch) -> None:
     assert own(patch) is before
 
 
-@each_form
-def test_the_patches_of_a_form_apply_together_and_are_undone(form: ModelPort) -> None:
-    before = [own(patch) for patch in form.patches]
-    with applied(form.patches):
-        now = [own(patch) for patch in form.patches]
-    again = [own(patch) for patch in form.patches]
+@each_set
+def test_the_patches_of_a_plugin_apply_together_and_are_undone(
+    patches: tuple[Patch, ...],
+) -> None:
+    before = [own(patch) for patch in patches]
+    with applied(patches):
+        now = [own(patch) for patch in patches]
+    again = [own(patch) for patch in patches]
     for was, patched, left in zip(before, now, again, strict=True):
         assert patched is not was
         assert left is was
@@ -197,8 +201,8 @@ def test_a_made_up_patch_of_nothing_is_named_with_its_target() -> None:
 # --- overrides
 
 
-@each_form
-def test_overrides_are_installed_while_tracing_and_no_longer(form: ModelPort) -> None:
+def test_overrides_are_installed_while_tracing_and_no_longer() -> None:
+    others = [override for override in OVERRIDES if override not in EVERYWHERE]
     made: dict[str, list[Any]] = {}
 
     def spied(override: OpOverride) -> OpOverride:
@@ -209,7 +213,7 @@ def test_overrides_are_installed_while_tracing_and_no_longer(form: ModelPort) ->
         return dataclasses.replace(override, make=make)
 
     runtime = model_runtime(
-        mesh=None, platform="cpu", overrides=[spied(o) for o in form.overrides]
+        mesh=None, platform="cpu", overrides=[spied(o) for o in others]
     )
     before = dict(runtime.env._ops)
     with runtime.tracing() as env:
@@ -219,7 +223,7 @@ def test_overrides_are_installed_while_tracing_and_no_longer(form: ModelPort) ->
     after = runtime.env._ops
     assert after.keys() == before.keys()
     assert all(after[operator] is before[operator] for operator in before)
-    for override in form.overrides:
+    for override in others:
         for target in override.targets:
             entry = during[resolve_operator(target)]
             # The first: the second block has made its own.
@@ -248,7 +252,7 @@ def test_an_override_whose_operator_is_gone_fails_by_name(override: OpOverride) 
 @functools.cache
 def entries() -> list[Entry]:
     """What the command lists, looked up once."""
-    return examine(PORTS)
+    return examine(PLUGINS)
 
 
 def entry_of(patch: Patch) -> Entry:

@@ -28,14 +28,12 @@ from tpuport.plugins import get_model, installed_plugins, load_plugins
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs/example"
 
-PORT = """
-from dataclasses import replace
-from tpuport.hookspecs import hookimpl
-from tpuport.models.cogvideox.plugin import PORT
+PLUGIN = """
+from tpuport.plugin import ModelPlugin, hookimpl
 
 @hookimpl
 def tpuport_model():
-    return replace(PORT, name="{name}")
+    return ModelPlugin("{name}", claims="diffusers:LTXPipeline")
 """
 
 RETURN = """
@@ -81,8 +79,8 @@ def refusal(site: Site) -> str:
 
 
 def test_plugins_are_found_by_model_name_and_know_their_package(site: Site) -> None:
-    site.install("acme-video", "first", PORT.format(name="acme"))
-    site.install("other-video", "second", PORT.format(name="other"))
+    site.install("acme-video", "first", PLUGIN.format(name="acme"))
+    site.install("other-video", "second", PLUGIN.format(name="other"))
     found = site.load()
     assert sorted(found) == ["acme", "other"]
     acme = found["acme"]
@@ -95,8 +93,8 @@ def test_plugins_are_found_by_model_name_and_know_their_package(site: Site) -> N
 
 
 def test_two_plugins_of_one_model_name_are_refused(site: Site) -> None:
-    site.install("acme-video", "first", PORT.format(name="acme"))
-    site.install("other-video", "second", PORT.format(name="acme"))
+    site.install("acme-video", "first", PLUGIN.format(name="acme"))
+    site.install("other-video", "second", PLUGIN.format(name="acme"))
     message = refusal(site)
     assert message == (
         "two plugins are called 'acme': first of acme-video 1.5 and second of"
@@ -110,14 +108,14 @@ def test_two_plugins_of_one_model_name_are_refused(site: Site) -> None:
         ("import no_such_thing", "failed to import: ModuleNotFoundError: No module"),
         ("1 / 0", "failed to import: ZeroDivisionError"),
         (
-            PORT.format(name="x").replace("tpuport_model", "tpuport_modle"),
+            PLUGIN.format(name="x").replace("tpuport_model", "tpuport_modle"),
             "unknown hook 'tpuport_modle'",
         ),
         (
-            PORT.format(name="x").replace("tpuport_model()", "tpuport_model(device)"),
+            PLUGIN.format(name="x").replace("tpuport_model()", "tpuport_model(device)"),
             "does not fit the hooks of this tpuport",
         ),
-        (PORT.format(name="x").replace("@hookimpl", ""), "handed over nothing"),
+        (PLUGIN.format(name="x").replace("@hookimpl", ""), "handed over nothing"),
         (
             "x = 1",
             "handed over nothing from tpuport_model; one ModelPlugin is expected",
@@ -137,7 +135,7 @@ def test_a_broken_plugin_is_named_with_its_package(
 
 
 def test_an_unknown_hook_is_answered_with_the_known_ones(site: Site) -> None:
-    code = PORT.format(name="x").replace("tpuport_model", "tpuport_modle")
+    code = PLUGIN.format(name="x").replace("tpuport_model", "tpuport_modle")
     site.install("acme-video", "first", code)
     assert refusal(site).endswith("known hooks: tpuport_model")
 
@@ -148,7 +146,12 @@ def test_the_built_in_models_come_through_the_entry_points() -> None:
         for e in metadata.entry_points(group=hookspecs.GROUP)
         if e.value.startswith("tpuport.")
     }
-    assert sorted(entries) == ["cogvideox", "hunyuanvideo", "wan"]
+    assert sorted(entries) == [
+        "cogvideox",
+        "hunyuanvideo",
+        "hunyuanvideo-13b",
+        "wan",
+    ]
     for name, entry in entries.items():
         assert entry.dist is not None
         assert entry.dist.name == "tpuport"
