@@ -28,9 +28,6 @@ from tpuport.models.cogvideox.vae_native import KEPT, channels_first, channels_l
 from tpuport.patches import conv, norms, padding
 from tpuport.plugin import parameters
 
-Frames = jax.Array | None
-"""[N, 2, Y, X, C]: the last frames of a causal convolution's input, if there are."""
-
 
 def refuse(known: bool, what: str) -> None:
     """Refuse what upstream's classes have and the Flax VAE has not.
@@ -57,7 +54,7 @@ class Weights(nnx.Module):
 def convolve(
     context: OpContext,
     x: jax.Array,
-    before: Frames,
+    before: jax.Array | None,
     weights: Weights,
     residual: jax.Array | None = None,
     shortcut: tuple[jax.Array, Weights] | None = None,
@@ -126,8 +123,8 @@ class CausalConv(Weights):
         self,
         context: OpContext,
         x: jax.Array,
-        before: Frames,
-        last: Frames = None,
+        before: jax.Array | None,
+        last: jax.Array | None = None,
         **added: Any,
     ) -> tuple[jax.Array, jax.Array]:
         """[N, T, Y, X, I] -> [N, T, Y, X, O], and the frames for the next chunk.
@@ -168,7 +165,7 @@ class Norm(nnx.Module):
 
     def __call__(
         self, context: OpContext, x: jax.Array, z: jax.Array | None
-    ) -> tuple[jax.Array, Frames]:
+    ) -> tuple[jax.Array, jax.Array | None]:
         """x [N, T, Y, X, C], z [N, t, y, x, Z]: the same as x, and its last frames.
 
         The frames are ``None`` where they are no array of their own.
