@@ -68,7 +68,7 @@ def import_libraries(reporter: Reporter) -> None:
 
 
 #: The settings that :func:`port` takes.
-_HOW = frozenset({"attention", "sharding", "blocks", "cache_dir", "executables"})
+_HOW = frozenset({"attention", "sharding", "blocks", "vae", "cache_dir", "executables"})
 
 
 def port(
@@ -94,7 +94,7 @@ def port(
         progress: show on stderr what happens: a line that moves on a terminal, a few
             plain lines elsewhere.
         reporter: told what happens, in place of that.
-        how: ``attention``, ``sharding`` and ``blocks``, fields of
+        how: ``attention``, ``sharding``, ``blocks`` and ``vae``, fields of
             :class:`~tpuport.core.spec.run_settings.RunSettings`; ``cache_dir``, where
             compiled programs are kept (without it none are); and ``executables``, for
             a pipeline: a folder that ``tpuport compile`` wrote.

@@ -6,7 +6,7 @@ of a pipeline or a module adds its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.enums import Blocks
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
+from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
@@ -115,7 +116,8 @@ def claimed_target(
     if plugin is None:
         return _without_plugin(general, settings, pipeline)
     plugin.check()
-    return _of_plugin(general, plugin, settings, reporter, pipeline)
+    chosen = {"vae": settings.vae}
+    return _of_plugin(general, plugin, settings, reporter, pipeline, chosen)
 
 
 def module_target(
@@ -143,12 +145,14 @@ def module_target(
     if component is None:
         raise UsageError(f"model {found.name!r} has no module of class {kind}")
     own = replace(found, modules={kind: found.modules[component]})
-    return _of_plugin(general, own, settings, reporter, kind)
+    chosen = {kind: settings.vae} if component == "vae" else {}
+    return _of_plugin(general, own, settings, reporter, kind, chosen)
 
 
 def _without_plugin(general: Target, settings: RunSettings, kind: str) -> Target:
-    if settings.sharding != DEFAULT_LAYOUT:
-        raise UsageError(f"sharding: is for a plugin, and {kind} has none")
+    for name, default in (("sharding", DEFAULT_LAYOUT), ("vae", TORCHAX)):
+        if getattr(settings, name) != default:
+            raise UsageError(f"{name}: is for a plugin, and {kind} has none")
     return general
 
 
@@ -158,15 +162,18 @@ def _of_plugin(
     settings: RunSettings,
     reporter: Reporter,
     kind: str,
+    chosen: Mapping[str, str],
 ) -> Target:
-    found = general.of_plugin(plugin, settings.blocks, settings.sharding)
-    _check_patches(plugin, settings.blocks)
+    found = general.of_plugin(plugin, settings.blocks, settings.sharding, chosen)
+    _check_patches(plugin, settings.blocks, chosen)
     words = "native blocks" if found.blocks == Blocks.NATIVE else "upstream's blocks"
     reporter.say(f"{kind}: with the plugin of {plugin.name} and {words}")
     return found
 
 
-def _check_patches(plugin: ModelPlugin, blocks: Blocks) -> None:
+def _check_patches(
+    plugin: ModelPlugin, blocks: Blocks, chosen: Mapping[str, str]
+) -> None:
     """Refuse a plugin whose patches do not fit the installed upstream.
 
     Raises:
@@ -174,13 +181,12 @@ def _check_patches(plugin: ModelPlugin, blocks: Blocks) -> None:
     """
     from tpuport.core.tracing.patching import inspect_patches
 
-    for status in inspect_patches(plugin.patches_with(blocks)):
+    for status in inspect_patches(plugin.patches_with(blocks, chosen)):
         if status.state in ("gone", "broken"):
             names = [
                 f"module {name}'s native form: "
-                for name, module in plugin.modules.items()
-                if module.native
-                and status.name in (patch.name for patch in module.native.patches)
+                for name, form in plugin.forms_with(blocks, chosen).items()
+                if status.name in (patch.name for patch in form.patches)
             ]
             where = names[0] if names else ""
             raise PluginError(f"plugin {plugin.name}: {where}{status.detail}")

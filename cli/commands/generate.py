@@ -13,10 +13,10 @@ from tpuport.cli.runs.variants import with_model
 
 @command("generate")
 def generate(settings: Settings) -> None:
-    """Make videos from prompts, by upstream's pipeline with its modules on the mesh.
+    """Make videos from prompts.
 
-    Every prompt is made with every seed. `tpuport models` shows the known checkpoints;
-    --weights takes any pipeline of diffusers. What you leave out is upstream's default.
+    Upstream's pipeline drives, and its modules run on the mesh. Every prompt is made
+    with every seed. What you leave out is the variant's or upstream's default.
 
     Example: tpuport generate --prompt "a panda" --variant 5b --out panda.mp4
     """

@@ -9,6 +9,7 @@ from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
+from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.plugins import installed_plugins, model_plugins
 
@@ -69,7 +70,9 @@ def _published(plugin: ModelPlugin) -> list[tuple[str, ...]]:
 
 def _named(plugin: ModelPlugin) -> dict[str, tuple[str, ...]]:
     """What flags take that plugins have names for, where there is a choice."""
-    found = {"--sharding": plugin.layouts}
+    module = plugin.modules.get("vae")
+    forms = (TORCHAX, *module.forms) if module else ()
+    found = {"--sharding": plugin.layouts, "--vae": forms}
     return {flag: names for flag, names in found.items() if len(names) > 1}
 
 
@@ -79,6 +82,7 @@ def _document(plugin: ModelPlugin) -> dict[str, Any]:
         "title": plugin.title,
         "pipelines": list(plugin.pipelines),
         "sharding": list(plugin.layouts),
+        "vae": list(_named(plugin).get("--vae", ())),
         "variants": [
             {
                 "variant": name,

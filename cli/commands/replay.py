@@ -25,6 +25,8 @@ from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import (
     ArtifactError,
+    AttentionError,
+    MeshError,
     MissingArtifactError,
     ReplayError,
     UsageError,
@@ -42,9 +44,10 @@ def replay(
         str, typer.Argument(metavar="FILE", help="A video, or the JSON file beside it.")
     ],
 ) -> None:
-    """Make a recorded video again, and compare its frames bit for bit.
+    """Make a recorded video again, and compare the frames.
 
-    All settings come from the JSON. With --out the video is written too.
+    All settings come from the JSON. The frames must be the same bit for bit. With --out
+    the video is written too.
 
     Example: tpuport replay panda.mp4.json
     """
@@ -76,16 +79,16 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     recorded = sidecar.read(file)
     video = _check_video(file, recorded)
+    again = replace(_again(file, recorded), files=(file, *([video] if video else [])))
     settings = _recorded(file, recorded, asked)
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
-    again = _again(file, recorded)
     with Display(signals.check) as display:
         run = VideoRun.prepared(settings, find(settings, display), display, again=again)
         _check_same(file, recorded, run)
         outputs = None
         if asked.out is not None:
-            outputs = run.outputs("", inputs=[file, *([video] if video else [])])
+            outputs = run.outputs("")
         videos, report = run.make(outputs, started)
     print_summary(report)
     for made in videos:
@@ -146,8 +149,11 @@ def _check_video(file: Path, recorded: Sidecar) -> Path | None:
 def _again(file: Path, recorded: Sidecar) -> Again:
     """The call that made the recorded video."""
     request = recorded["request"]
-    prompts, seeds = request["prompts"], request["seeds"][0]
-    if len(prompts) != len(seeds) or not 0 <= recorded["video"] < len(prompts):
+    prompts, seeds = request["prompts"], next(iter(request["seeds"]), [])
+    given = len(request["negative_prompts"])
+    if not len(prompts) == len(seeds) == given or not 0 <= recorded["video"] < len(
+        prompts
+    ):
         raise ArtifactError(
             f"{file}: names video {recorded['video']} of {len(prompts)} prompts "
             f"and {len(seeds)} seeds; it cannot be replayed"
@@ -164,7 +170,10 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
     request, how = recorded["request"], recorded["how"]
     flags = request["flags"]
     known = {f.name for f in fields(RunSettings)} - {"on_host"}
-    read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
+    try:
+        read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
+    except (UsageError, MeshError, AttentionError) as error:
+        raise ArtifactError(f"{file}: {error}; it cannot be replayed") from error
     return replace(
         asked,
         model=None,
@@ -175,6 +184,7 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
         attention=read.attention,
         blocks=read.blocks,
         sharding=read.sharding,
+        vae=read.vae,
         vae_tiling=read.vae_tiling,
         on_host=tuple(how["on_host"]),
         prompt=tuple(p for p in request["prompts"] if p is not None),

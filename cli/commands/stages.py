@@ -21,7 +21,7 @@ from tpuport.errors import UsageError
 
 @command("encode")
 def encode(settings: Settings) -> None:
-    """Run upstream's pipeline up to its first denoising step, into a run directory.
+    """Run a pipeline up to its first denoising step.
 
     Takes the settings of `generate` and keeps them in the run directory, where
     `denoise` and `decode` read them. Without --prompt, `encode` reads them there too.
@@ -66,7 +66,7 @@ def _check_says_nothing(settings: Settings) -> None:
 
 @command("denoise")
 def denoise(settings: Settings) -> None:
-    """Go on with a run that `encode` began, up to its last denoising step.
+    """Denoise a run that `encode` began.
 
     Example: tpuport denoise --run-dir run
     """
@@ -78,7 +78,7 @@ def denoise(settings: Settings) -> None:
 
 @command("decode")
 def decode(settings: Settings) -> None:
-    """Finish a run that `denoise` denoised, and write its videos.
+    """Decode a run that is denoised, and write its videos.
 
     Without --out the video becomes video.mp4 in the run directory.
 

@@ -13,6 +13,7 @@ from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.checks import (
     check_on_host,
+    check_vae,
     prompts_of,
     rehearsal_of,
 )
@@ -71,6 +72,7 @@ def prepared(
 
     check_on_host(settings, folder)
     settings = sized(settings, folder, reporter)
+    check_vae(settings, folder)
     arguments = arguments_of(folder, settings)
     folder.check_packages(arguments)
     if "prompt" in folder.parameters:

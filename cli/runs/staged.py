@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 #: How each stage of a run is run: by the flags of its command.
 _OF_A_STAGE = (
-    *("mesh", "attention", "backend", "on_host", "blocks", "sharding", "vae_tiling"),
+    *("mesh", "attention", "backend", "on_host", "blocks", "sharding"),
+    *("vae", "vae_tiling"),
 )
 #: Of the settings of a run, what its folder keeps beside what was asked for.
 _HOW = (*_OF_A_STAGE, "dtype")

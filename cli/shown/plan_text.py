@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, seconds_text, words
-from tpuport.core.spec.run_settings import DEMO
 
 if TYPE_CHECKING:
     from tpuport.core.plan.measure import Measured
@@ -62,18 +61,12 @@ def everything(plan: Plan) -> str:
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    settings = plan.settings
     chip = plan.chip
     yield (
         f"{plan.model} on {plan.topology} ({_devices(plan)}), mesh "
         f"{plan.mesh}, {plan.dtype}, sharding {plan.sharding}, {plan.blocks} blocks"
     )
-    yield _asked(settings)
-    if plan.weights == DEMO:
-        yield (
-            "this is the built-in demo, a tiny model with random weights: --variant or "
-            "--weights names a real one"
-        )
+    yield ", ".join(f"{name} {value}" for name, value in plan.settings.items())
     used = bytes_text(plan.hbm_bytes)
     limit = bytes_text(chip.hbm_usable_bytes)
     verdict = "fits" if plan.fits else "does not fit"
@@ -82,22 +75,6 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"{verdict}: {used} of {limit} HBM per {_device(plan)}"
     if not plan.fits:
         yield "  try --mesh auto, a smaller --size, fewer --frames, or a larger slice"
-
-
-def _asked(settings: Mapping[str, Any]) -> str:
-    """What is planned, in words."""
-    if "prompts" not in settings:  # of a pipeline without a plugin: its own names
-        return ", ".join(f"{name} {value}" for name, value in settings.items())
-    together = settings["batch_size"]
-    count = len(settings["prompts"])
-    how = ", one after the other" if together < count else ", together"
-    frames, steps = settings["num_frames"], settings["num_inference_steps"]
-    return (
-        f"{count} video{'s' * (count > 1)} of {settings['width']}x"
-        f"{settings['height']}, {frames} frame{'s' * (frames != 1)}, "
-        f"{steps} step{'s' * (steps != 1)}, guidance "
-        f"{settings['guidance_scale']:g}{how if count > 1 else ''}"
-    )
 
 
 def _devices(plan: Plan) -> str:

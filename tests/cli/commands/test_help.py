@@ -119,6 +119,7 @@ def test_nothing_asked_shows_the_help(cli: Cli) -> None:
         (("--bogus",), "No such option: --bogus"),
         (("generate", "--step", "2"), "--step (did you mean --steps?)"),
         (("bench", "--vae-tiling", "on"), "No such option: --vae-tiling; see"),
+        (("decode", "--model", "x"), "No such option: --model"),
         (
             ("generate", "--mesh"),
             "Option '--mesh' requires an argument; see `tpuport generate --help`",

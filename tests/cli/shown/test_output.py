@@ -16,7 +16,6 @@ def test_the_result_is_told_before_the_report_is_written(
 ) -> None:
     report = RunReport(
         model="toy",
-        variant="small",
         weights="demo",
         platform="cpu",
         mesh="dp=1",

@@ -7,17 +7,71 @@ from typing import Any
 
 import pytest
 
-from tests.core.plan.test_search import measured, plan_of
 from tpuport.cli.shown.plan_text import everything, text
 from tpuport.core.cost.network import Collective
 from tpuport.core.cost.program_time import Account, Row
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.plan.plan import Plan
+from tpuport.core.plan.measure import Measured, Memory
+from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.reports import bytes_text
 from tpuport.core.tracing.context import AttentionRecord
 
 MESH = MeshSpec(dp=2, sp=4)
+V6E = chip("v6e")
+GIB = 2**30
+
+
+def measured(gib: float, seconds: float, **changes: Any) -> Measured:
+    """A program that takes so much memory, 4 GiB of it weights, and time."""
+    size = int(gib * GIB)
+    row = Row("op", "fusion", "", "other", 1, 1.0, seconds, bound="vector unit")
+    fits = size <= V6E.hbm_usable_bytes
+    values: dict[str, Any] = {
+        "stage": "denoise",
+        "program": "step",
+        "component": "transformer",
+        "calls": 4,
+        "memory": Memory(
+            weights=4 * GIB,
+            inputs=0,
+            temporaries=size - 4 * GIB - 1000,
+            code=1000,
+            resident=0,
+            total=size,
+        ),
+        "limit": V6E.hbm_usable_bytes,
+        "lower_seconds": 1.0,
+        "compile_seconds": 2.0,
+        "account": Account(seconds, [row]) if fits else None,
+        "flops": 1e12,
+        "devices": 8,
+        "error": "" if fits else "too large",
+    }
+    return Measured(**{**values, **changes})
+
+
+def plan_of(mesh: MeshSpec, *programs: Measured, **changes: Any) -> Plan:
+    """A plan with a stage for each program."""
+    values: dict[str, Any] = {
+        "model": "m",
+        "weights": "w",
+        "topology": "v6e-8",
+        "chip": V6E,
+        "mesh": mesh,
+        "settings": {"width": 256, "height": 128, "num_frames": 33},
+        "dtype": "bfloat16",
+        "attention": "auto",
+        "sharding": "default",
+        "blocks": "upstream",
+        "stages": tuple(
+            StagePlan(name=program.stage, programs=(program,), chip=V6E)
+            for program in programs
+        ),
+    }
+    return Plan(**{**values, **changes})
+
+
 JOINT = AttentionRecord(
     query=(2, 48, 39826, 64),
     key=(2, 48, 39826, 64),
@@ -127,23 +181,6 @@ def test_a_plan_without_attention_has_no_line_on_it() -> None:
     assert "attention calls" not in everything(planned())
 
 
-def test_an_estimate_is_called_one_and_names_the_mesh() -> None:
-    plan = plan_of(MESH, measured(40, 0.5))
-    plan.advice = [
-        {
-            "change": "topology",
-            "to": "v6e-16",
-            "hbm_bytes_per_chip": 20 << 30,
-            "verified": False,
-            "mesh": {"dp": 2, "sp": 8, "tp": 1},
-        }
-    ]
-    assert (
-        "change topology to v6e-16, mesh dp=2,sp=8,tp=1: 20.00 GiB (an estimate, not "
-        "compiled)" in lines(plan)
-    )
-
-
 def test_what_a_refused_program_does_not_tell_is_left_open() -> None:
     found = lines(plan_of(MESH, measured(40, 0.5)))
     row = next(line for line in found if line.startswith("denoise/step"))
@@ -152,17 +189,14 @@ def test_what_a_refused_program_does_not_tell_is_left_open() -> None:
 
 
 def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
-    stages = {
-        name: plan_of(MESH, measured(10, 0.5, stage=name))
-        for name in ("encode", "denoise", "decode")
-    }
-    one = stages["denoise"]
-    two = one.joined(stages["decode"])
+    names = ("encode", "denoise", "decode")
+    encode, denoise, decode = (measured(10, 0.5, stage=name) for name in names)
+    one, two = plan_of(MESH, denoise), plan_of(MESH, denoise, decode)
     assert "whole run" not in everything(one)
     assert "together" not in everything(one)
     assert "together: denoise 2.000 s + decode 2.000 s = 4.000 s" in everything(two)
     assert "not planned: encode (--stage all plans them too)" in lines(two)
-    every = two.joined(stages["encode"])
+    every = plan_of(MESH, encode, denoise, decode)
     assert "whole run: encode 2.000 s + denoise 2.000 s" in everything(every)
 
 
@@ -188,11 +222,6 @@ def test_figures_are_of_a_device_where_a_chip_has_two(
     assert shown.count("per chip") == (3 if what == "chip" else 0), shown
 
 
-def test_the_demo_is_called_one() -> None:
-    assert "built-in demo" not in everything(planned())
-    assert "built-in demo" in everything(replace(planned(), weights="demo"))
-
-
 @pytest.mark.parametrize(
     ("size", "shown"),
     [
@@ -215,20 +244,15 @@ def test_the_compiler_s_flags_are_told() -> None:
 
 
 def test_in_short_a_plan_has_25_lines_at_most_whatever_it_has() -> None:
-    """A search of many meshes on a slice on which nothing fits, with all advice."""
+    """A search of many meshes on a slice on which nothing fits, with all notes."""
     stages = [measured(40, 0.5, stage=n) for n in ("encode", "denoise", "decode")]
-    first, *others = [plan_of(MESH, replace(s, attention=[])) for s in stages]
-    for other in others:
-        first = first.joined(other)
-    change = {"change": "mesh", "to": "x", "hbm_bytes_per_chip": 1, "verified": True}
+    first = plan_of(MESH, *(replace(s, attention=[]) for s in stages))
     mesh = {
         "mesh": {"dp": 1}, "seconds_per_step": 1.0, "stage_seconds": None,
         "compiled": True, "fits": True, "hbm_bytes_per_chip": 1,
     }  # fmt: skip
     full = replace(
         first,
-        weights="demo",
-        advice=[change] * 4,
         meshes=[mesh] * 20,
         notes=[f"note {number}" for number in range(20)],
         compiler_flags=("--a",) * 9,

@@ -49,6 +49,7 @@ class How(TypedDict):
     on_host: list[str]
     blocks: Blocks
     sharding: str
+    vae: str
     vae_tiling: Tiling | None
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.programs.executable_files import Entry
 from tpuport.core.programs.jax_cache import persistent_cache
 from tpuport.core.programs.module_programs import ModulePrograms, lowered, module_key
-from tpuport.core.spec.component import NativeForm
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -134,21 +134,29 @@ class Target:
             key = module_key(name, module, self.mesh, weights, text, stages)
             return self.built.ready(key, text, self.mesh)
 
-    def of_plugin(self, plugin: ModelPlugin, blocks: Blocks, layout: str) -> Target:
+    def of_plugin(
+        self,
+        plugin: ModelPlugin,
+        blocks: Blocks,
+        layout: str,
+        chosen: Mapping[str, str] = MappingProxyType({}),
+    ) -> Target:
         """This general target with what a plugin knows.
 
         Args:
             blocks: ``NATIVE`` puts the native blocks in place that the plugin has.
             layout: of the sharding rules.
+            chosen: module -> name of a form of it.
 
         Raises:
-            UsageError: the plugin has no such layout.
+            UsageError: the plugin has no such layout, or a module no such form.
             PluginError: what the plugin names cannot be imported.
         """
         plugin.check_layout(layout)
-        forms: dict[str, NativeForm] = {}
-        if blocks == Blocks.NATIVE:
-            forms = {n: m.native for n, m in plugin.modules.items() if m.native}
+        plugin.check_forms(chosen)
+        forms = plugin.forms_with(blocks, chosen)
+        native = blocks == Blocks.NATIVE
+        native = native and any(m.native for m in plugin.modules.values())
         claims = {}
         for name, module in plugin.modules.items():
             form = forms.get(name)
@@ -157,16 +165,17 @@ class Target:
                 plan=functools.partial(plugin.plan, name, layout),
                 transforms=form.transforms if form else (),
                 fits=form.fits if form else (lambda config: True),
-                whole=form is not None,
+                whole=form is not None and form is module.native,
                 space=module.split == "space",
                 split=form.split if form else None,
             )
+        patches = plugin.patches_with(blocks, chosen)
         return replace(
             self,
-            # A model's own may be listed with the standard ones.
-            patches=tuple(dict.fromkeys((*self.patches, *plugin.patches_with(blocks)))),
+            # A plugin's own may be listed with the standard ones.
+            patches=tuple(dict.fromkeys((*self.patches, *patches))),
             overrides=(*self.overrides, *plugin.overrides),
             claims=claims,
-            blocks=Blocks.NATIVE if forms else Blocks.UPSTREAM,
+            blocks=Blocks.NATIVE if native else Blocks.UPSTREAM,
             general=self,
         )

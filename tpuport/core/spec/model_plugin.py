@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Blocks
-from tpuport.core.spec.component import Named, NativeForm, import_named
+from tpuport.core.spec.component import TORCHAX, Named, NativeForm, import_named
 from tpuport.core.weights.sharding import (
     DEFAULT_LAYOUT,
     ShardingPlan,
@@ -56,6 +57,8 @@ class Module:
         native: the same computation written for the chip: a :class:`NativeForm`, its
             ``"package.module:name"``, or a function that makes one. ``--blocks
             upstream`` turns the form off.
+        forms: other such computations by name, for ``--vae NAME`` of an autoencoder.
+            Their patches are on the parts that upstream's code calls.
         split: ``"space"`` gives each device a part of the pictures in every program of
             the component, an autoencoder that convolves them: rows, columns, and videos
             of a batch. What is not local in a picture is refused, so its operations
@@ -70,6 +73,7 @@ class Module:
     layout: Layout = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     native: Named[NativeForm | None] = Named(None, made=True)
+    forms: Mapping[str, NativeForm | str] = field(default_factory=dict)
     split: str | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +85,13 @@ class Module:
                 raise PluginError(f"a layout may not be called {name!r}")
         for layout in (self.layout, *self.layouts.values()):
             rules_of(layout)
+
+    def form(self, blocks: Blocks, name: str = TORCHAX) -> NativeForm | None:
+        """The form in place with some blocks, or the one of a name."""
+        if name == TORCHAX:
+            return self.native if blocks == Blocks.NATIVE else None
+        found = self.forms[name]
+        return import_named(found) if isinstance(found, str) else found
 
     def plan(
         self,
@@ -231,17 +242,42 @@ class ModelPlugin:
         own = [name for module in self.modules.values() for name in module.layouts]
         return (DEFAULT_LAYOUT, *dict.fromkeys(own))
 
-    def patches_with(self, blocks: Blocks) -> tuple[Patch, ...]:
-        """The patches that are in force with some blocks."""
-        added = [
-            patch
-            for module in self.modules.values()
-            if blocks == Blocks.NATIVE and module.native
-            for patch in module.native.patches
-        ]
+    def forms_with(
+        self, blocks: Blocks, chosen: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, NativeForm]:
+        """The forms of modules that are in force.
+
+        Args:
+            blocks: of the run.
+            chosen: module -> name of its form.
+        """
+        forms = {
+            name: module.form(blocks, chosen.get(name, TORCHAX))
+            for name, module in self.modules.items()
+        }
+        return {name: form for name, form in forms.items() if form is not None}
+
+    def patches_with(
+        self, blocks: Blocks, chosen: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[Patch, ...]:
+        """The patches in force; arguments as of :meth:`forms_with`."""
+        forms = self.forms_with(blocks, chosen).values()
+        added = [patch for form in forms for patch in form.patches]
         targets = {patch.target for patch in added}
         kept = [patch for patch in self.patches if patch.target not in targets]
         return (*kept, *dict.fromkeys(added))
+
+    def check_forms(self, chosen: Mapping[str, str]) -> None:
+        """Refuse a form that a module does not have.
+
+        Raises:
+            UsageError: which one.
+        """
+        for name, form in chosen.items():
+            known = self.modules[name].forms if name in self.modules else {}
+            if form not in (TORCHAX, *known):
+                has = ", ".join((TORCHAX, *known))
+                raise UsageError(f"--{name} {form}: {self.name} has {has}")
 
     def check_layout(self, layout: str) -> None:
         """Refuse a layout that no module has.

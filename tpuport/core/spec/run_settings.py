@@ -269,7 +269,7 @@ class RunSettings:
     model: str | None = setting(
         kinds.text,
         "--model NAME",
-        "See `tpuport models`. (default: {DEFAULT_MODEL}, without --weights)",
+        "See `tpuport models`. (default: {DEFAULT_MODEL})",
         commands="GEPCB",
     )
     variant: str | None = setting(
@@ -281,7 +281,7 @@ class RunSettings:
     weights: str | Path | None = setting(
         kinds.weights,
         "--weights ID|FOLDER",
-        "Hub id or folder of any pipeline. (default: the variant's, or the run's)",
+        "Hub id or folder, of any pipeline of diffusers.",
         commands="GENDRSPCBHW",
     )
     mesh: MeshSpec | None = how(
@@ -316,15 +316,14 @@ class RunSettings:
     )
     vae: str = how(
         kinds.text,
-        "--vae torchax|flax",
-        "Upstream's autoencoder, or one in Flax.",
+        "--vae NAME",
+        "Another form of the autoencoder; see `tpuport models`.",
         default=TORCHAX,
     )
     vae_tiling: Tiling | None = how(
         kinds.tiling,
         "--vae-tiling on|off",
-        "Decode in tiles: less memory, and a slightly different video. (default: as "
-        "upstream's pipeline has it)",
+        "Decode in tiles: less memory, other seams. (default: upstream's own)",
         commands="GEDPC",
     )
     encode_on: Place = how(

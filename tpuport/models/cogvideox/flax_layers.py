@@ -1,407 +1,321 @@
-"""Convolutions and norms of the Flax VAE, channels last.
+"""Layers of CogVideoX's autoencoder in Flax (NNX), channels last.
 
-Flax's classes are bases here, so this file is imported inside functions only. A layer
-holds its weights under the names of upstream's module tree. ``STORED`` has upstream's
-name of each weight and the order of its dims there.
+Each layer is made from upstream's module inside a trace, and holds the arrays of that
+module as upstream has them. On a TPU convolutions and norms run in the kernels of
+:mod:`tpuport.core.layers.video_layers`. What the kernels cannot, and all on a CPU, runs
+as torch's operators do (:mod:`tpuport.patches`).
 
-On a TPU convolutions and norms run in the project's kernels
-(:mod:`tpuport.core.layers.video_layers`). XLA runs what the kernels cannot, and the
-notes say so.
+Flax's classes are bases here, so this file is imported when a form is used.
 
-Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels,
-Tz/Yz/Xz the latents' own frames, rows and columns. Source: diffusers 0.42
-``autoencoder_kl_cogvideox.py``.
+Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels, t/y/x
+the latents' own frames, rows and columns. Source: diffusers 0.42
+``autoencoder_kl_cogvideox.py``, ``upsampling.py``, ``downsampling.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from flax import nnx
 
 from tpuport.core.layers import video_layers as video
-from tpuport.core.layers.video_layers import (
-    PRODUCT,
-    enlarged_convolution,
-    group_norm,
-    modulation_maps,
-)
-from tpuport.core.tracing.convolution_notes import note, passed_over
-from tpuport.kernels.attention.reference import matmul_precision
-from tpuport.models.cogvideox.flax_grid import Grid
+from tpuport.core.layers.video_layers import LANES, has_kernels, marked_picture
+from tpuport.core.tracing.context import OpContext
+from tpuport.models.cogvideox.vae_native import KEPT, channels_first, channels_last
+from tpuport.patches import conv, norms, padding
+from tpuport.plugin import parameters
 
-Stored: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
-"""A weight's name here -> its name in upstream's module, and which of upstream's dims
-stands at each of ours."""
-
-#: [O, I, T, Y, X] -> [T, Y, X, I, O], and the same without time.
-_SPATIOTEMPORAL = (2, 3, 4, 1, 0)
-_SPATIAL = (2, 3, 1, 0)
-
-#: Frames that a convolution of three looks back at.
-KEPT = 2
-
-Frames: TypeAlias = "jax.Array"
-"""[N, 2, Y, X, C]: the last frames of a causal convolution's input."""
-
-Moments: TypeAlias = "tuple[jax.Array, jax.Array] | None"
-"""Mean and variance of an activation by groups of channels, see ``Grid.moments``;
-``None`` where a kernel takes them."""
+Frames = jax.Array | None
+"""[N, 2, Y, X, C]: the last frames of a causal convolution's input, if there are."""
 
 
-def _weight(*shape: int) -> nnx.Param[Any]:
-    return nnx.Param(jnp.zeros(shape))
+def refuse(known: bool, what: str) -> None:
+    """Refuse what upstream's classes have and the Flax VAE has not.
+
+    Raises:
+        NotImplementedError: with ``what`` it is, unless ``known``.
+    """
+    if not known:
+        raise NotImplementedError(f"the Flax VAE has no {what}; use --vae torchax")
 
 
-def moments_of(x: jax.Array, groups: int, grid: Grid) -> Moments:
-    """What a norm of ``x`` [N, T, Y, X, C] has to be given."""
-    return None if grid.normalises(x.shape[-1]) else grid.moments(x, groups)
+class Weights(nnx.Module):
+    """A weight and a bias in upstream's layout."""
+
+    def __init__(self, upstream: Any) -> None:
+        self.weight, self.bias = map(nnx.Param, parameters(upstream))
+
+    @property
+    def both(self) -> tuple[jax.Array, jax.Array]:
+        """The weight, and the bias."""
+        return self.weight[...], self.bias[...]
 
 
 def convolve(
+    context: OpContext,
     x: jax.Array,
-    earlier: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array,
-    grid: Grid,
+    before: Frames,
+    weights: Weights,
     residual: jax.Array | None = None,
-    shortcut: tuple[jax.Array, Pointwise] | None = None,
+    shortcut: tuple[jax.Array, Weights] | None = None,
 ) -> jax.Array:
     """A convolution that keeps rows and columns, with zeros around the picture.
 
     Args:
         x: [N, T, Y, X, I].
-        earlier: [N, K - 1, Y, X, I], the frames before; ``None`` with K = 1.
-        kernel: [K, 3, 3, I, O].
-        bias: [O].
+        before: [N, K - 1, Y, X, I], the frames before; ``None`` with K = 1.
+        weights: [O, I, K, 3, 3] and [O].
         residual: [N, T, Y, X, O], added to the result.
-        shortcut: what to make it of: [N, T, Y, X, J], and what takes J channels to O.
+        shortcut: what to make it of: [N, T, Y, X, J], and [O, J, 1, 1, 1].
 
     Returns:
         [N, T, Y, X, O] in the dtype of ``x``.
     """
-    context = grid.kernels
-    if context is not None:
+    if has_kernels(context):
         known = len(context.convolutions)
-        # As upstream has it; it is turned back inside.
-        weight = kernel.transpose(4, 3, 0, 1, 2)
-        short = None if shortcut is None else (shortcut[0], *shortcut[1].as_stored())
+        short = None if shortcut is None else (shortcut[0], *shortcut[1].both)
         try:
-            return video.convolve(context, x, earlier, weight, bias, residual, short)
-        except NotImplementedError as error:
-            passed_over(context, known, "convolution", "XLA", error)
+            return video.convolve(context, x, before, *weights.both, residual, short)
+        except NotImplementedError:
+            del context.convolutions[known:]  # torch's operator notes why
     if shortcut is not None:
-        # Written out, so that the sum is part of the convolution below.
-        made = shortcut[1](shortcut[0], grid).astype(x.dtype)
-        residual = jax.lax.optimization_barrier(made)
-    joined = x if earlier is None else jnp.concatenate([earlier, x], axis=1)
-    return plain_convolution(
-        joined, kernel, bias, grid, before=1, after=1, residual=residual
-    )
+        residual = pointwise(context, *shortcut)
+    whole = x if before is None else jnp.concatenate([before, x], axis=1)
+    out = _as_torch(context, channels_first(whole), weights, 1, (0, 1, 1))
+    return out if residual is None else out + residual
 
 
-def enlarged(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array, grid: Grid, copies: int
-) -> jax.Array | None:
-    """Twice the rows and columns and a convolution of frames, in one kernel.
-
-    Args:
-        x: [N, T, Y, X, I].
-        kernel: [3, 3, I, O].
-        bias: [O].
-        copies: how often to give each frame, one after the other.
-
-    Returns:
-        [N, copies T, 2Y, 2X, O]; ``None`` where no kernel can.
-    """
-    context = grid.kernels
-    if context is None:
-        return None
-    known = len(context.convolutions)
-    weight = kernel.transpose(3, 2, 0, 1)
-    try:
-        return enlarged_convolution(context, x, weight, bias, copies)
-    except NotImplementedError as error:
-        passed_over(context, known, "upsampler", "layers of its own", error)
-        return None
-
-
-def plain_convolution(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array,
-    grid: Grid,
-    *,
-    before: int,
-    after: int,
-    stride: int = 1,
-    residual: jax.Array | None = None,
+def _as_torch(
+    context: OpContext, x: jax.Array, weights: Weights, stride: int, pads: Any
 ) -> jax.Array:
-    """XLA's convolution, of the frames there are; it pads rows and columns.
-
-    The convolution covers two axes, with the frames of its taps side by side in the
-    channels: XLA's CPU compiler wants that.
-
-    Args:
-        x: [N, T, Y, X, I].
-        kernel: [K, Ky, Kx, I, O].
-        bias: [O].
-        before, after: rows and columns of zeros around the picture.
-        stride: of rows and columns.
-        residual: added to the result.
-
-    Returns:
-        [N, T - K + 1, Y', X', O] in the dtype of ``x``, rounded once at the end.
-    """
-    dtype = x.dtype
-    x, pads = grid.padded(x, before, after)
-    taps = kernel.shape[0]
-    count, length, *_ = x.shape
-    frames = length - taps + 1
-    x = jnp.concatenate([x[:, t : t + frames] for t in range(taps)], axis=-1)
-    x = x.reshape(count * frames, *x.shape[2:])
-    flat = kernel.transpose(1, 2, 0, 3, 4)
-    flat = flat.reshape(*flat.shape[:2], -1, flat.shape[-1])
-    out = jax.lax.conv_general_dilated(
-        x,
-        flat,
-        (stride,) * 2,
-        pads,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        precision=matmul_precision(dtype),
-        preferred_element_type=jnp.float32,
-    )
-    out = out.reshape(count, frames, *out.shape[1:])
-    out = out + bias.astype(jnp.float32)
-    if residual is not None:
-        out = out + residual.astype(jnp.float32)
-    return out.astype(dtype)
+    """[N, C, T, Y, X] through torch's convolution -> [N, T', Y', X', O]."""
+    run = conv.CONVOLUTION.make(context)
+    weight, bias = weights.both
+    weight = weight if weight.ndim == 5 else weight[:, :, None]
+    steps, one = (1, stride, stride), (1, 1, 1)
+    out = run(x, weight, bias, steps, pads, one, False, (0, 0, 0), 1)
+    return channels_last(out)
 
 
-class CausalConv(nnx.Module):
+def pointwise(context: OpContext, x: jax.Array, weights: Weights) -> jax.Array:
+    """[N, T, Y, X, I] through a convolution of one element, [O, I, 1, 1, 1]."""
+    out = video.pointwise(context, x, *weights.both)
+    return marked_picture(context, "a product", out, x)
+
+
+class CausalConv(Weights):
     """Taps in time reach back only: to the chunk before, or its first frame again.
 
     Source: ``CogVideoXCausalConv3d`` with ``pad_mode="first"``, 3x3x3.
     """
 
-    STORED: ClassVar[Stored] = {
-        "kernel": ("conv.weight", _SPATIOTEMPORAL),
-        "bias": ("conv.bias", (0,)),
-    }
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        self.kernel = _weight(3, 3, 3, inputs, outputs)
-        self.bias = _weight(outputs)
+    def __init__(self, upstream: Any) -> None:
+        inner = upstream.conv
+        known = (upstream.pad_mode, inner.kernel_size, inner.stride, inner.dilation)
+        one = (1, 1, 1)
+        refuse(
+            known == (known[0], (3, 3, 3), one, one) and known[0] != "replicate",
+            f"causal convolution of {known}",
+        )
+        super().__init__(inner)
 
     def __call__(
         self,
+        context: OpContext,
         x: jax.Array,
-        cache: Frames | None,
-        grid: Grid,
-        last: Frames | None = None,
+        before: Frames,
+        last: Frames = None,
         **added: Any,
-    ) -> tuple[jax.Array, Frames]:
+    ) -> tuple[jax.Array, jax.Array]:
         """[N, T, Y, X, I] -> [N, T, Y, X, O], and the frames for the next chunk.
 
         ``last`` has the last frames of ``x``, where there is an array of them already;
         ``added`` is the ``residual`` or the ``shortcut`` of :func:`convolve`.
         """
-        if cache is None:
-            cache = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
-        out = convolve(x, cache, self.kernel[...], self.bias[...], grid, **added)
+        if before is None:
+            before = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
+        out = convolve(context, x, before, self, **added)
         if last is None:
             # Cut from the chunk's own frames where there are enough: less to wait for.
             whole = x.shape[1] >= KEPT
-            last = x if whole else jnp.concatenate([cache, x], axis=1)
+            last = x if whole else jnp.concatenate([before, x], axis=1)
             last = last[:, -KEPT:]
         return out, last
 
 
-class FrameConv(nnx.Module):
-    """3x3 on every frame by itself. Source: the ``Conv2d`` of the samplers."""
+class Norm(nnx.Module):
+    """A group norm of a chunk's frames and the whole picture, and silu after it.
 
-    STORED: ClassVar[Stored] = {
-        "kernel": ("conv.weight", _SPATIAL),
-        "bias": ("conv.bias", (0,)),
-    }
+    The latents scale and shift the result by pixel where upstream's norm has maps.
+    Upstream enlarges the latents by nearest neighbours and convolves them with 1x1x1;
+    here the other way round, which is the same and far less work.
+    Sources: ``CogVideoXSpatialNorm3D``, ``torch.nn.GroupNorm``.
+    """
 
-    def __init__(self, channels: int) -> None:
-        self.kernel = _weight(3, 3, channels, channels)
-        self.bias = _weight(channels)
-
-
-class Pointwise(nnx.Module):
-    """A 1x1x1 convolution."""
-
-    STORED: ClassVar[Stored] = {
-        "kernel": ("weight", _SPATIOTEMPORAL),
-        "bias": ("bias", (0,)),
-    }
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        self.kernel = _weight(1, 1, 1, inputs, outputs)
-        self.bias = _weight(outputs)
-
-    def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
-        """[..., I] -> [..., O] in float32."""
-        if grid.kernels is not None:
-            note(grid.kernels, PRODUCT)
-        kernel = self.kernel[...][0, 0, 0]
-        out = jax.lax.dot_general(
-            x,
-            kernel,
-            (((x.ndim - 1,), (0,)), ((), ())),
-            precision=matmul_precision(x.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        return out + self.bias[...].astype(jnp.float32)
-
-    def as_stored(self) -> tuple[jax.Array, jax.Array]:
-        """Kernel and bias as upstream has them: [O, I, 1, 1, 1] and [O]."""
-        return self.kernel[...].transpose(4, 3, 0, 1, 2), self.bias[...]
-
-
-class CausalPointwise(Pointwise):
-    """A :class:`Pointwise` that upstream wraps as a causal convolution of one tap."""
-
-    STORED: ClassVar[Stored] = {
-        "kernel": ("conv.weight", _SPATIOTEMPORAL),
-        "bias": ("conv.bias", (0,)),
-    }
-
-
-class GroupNorm(nnx.Module):
-    """A group norm over a chunk's frames and the whole picture, and silu after it."""
-
-    STORED: ClassVar[Stored] = {"scale": ("weight", (0,)), "bias": ("bias", (0,))}
-
-    def __init__(self, channels: int, groups: int, epsilon: float) -> None:
-        self.scale = _weight(channels)
-        self.bias = _weight(channels)
-        self.groups = groups
-        self.epsilon = epsilon
+    def __init__(self, upstream: Any) -> None:
+        layer = getattr(upstream, "norm_layer", upstream)
+        self.weights = Weights(layer)
+        self.groups, self.epsilon = layer.num_groups, layer.eps
+        self.channels = layer.num_channels
+        self.maps = nnx.List([])
+        if layer is not upstream:
+            maps = (upstream.conv_y, upstream.conv_b)
+            refuse({one.time_kernel_size for one in maps} == {1}, "map of 3 frames")
+            self.maps = nnx.List([Weights(one.conv) for one in maps])
 
     def __call__(
-        self, x: jax.Array, moments: Moments, grid: Grid
-    ) -> tuple[jax.Array, Frames | None]:
-        """[N, T, Y, X, C] -> the same through the norm and silu, and its last frames.
+        self, context: OpContext, x: jax.Array, z: jax.Array | None
+    ) -> tuple[jax.Array, Frames]:
+        """x [N, T, Y, X, C], z [N, t, y, x, Z]: the same as x, and its last frames.
 
-        ``moments`` are :func:`moments_of` x; the frames are ``None`` where they are no
-        array of their own.
+        The frames are ``None`` where they are no array of their own.
         """
-        if moments is None:
-            return self.by_kernel(x, None, grid)
-        centred = x.astype(jnp.float32) - moments[0]
-        out = centred * self.factor(moments) + self.bias[...].astype(jnp.float32)
-        return silu(out, x.dtype), None
-
-    def by_kernel(
-        self, x: jax.Array, modulation: jax.Array | None, grid: Grid
-    ) -> tuple[jax.Array, Frames | None]:
-        """The norm, its modulation and silu in one pass.
-
-        Args:
-            x: [N, T, Y, X, C].
-            modulation: as :func:`tpuport.core.layers.video_layers.group_norm` takes it.
-        """
-        assert grid.kernels is not None
-        return group_norm(
-            grid.kernels,
+        spatial = bool(self.maps) and z is not None
+        if not has_kernels(context) or self.channels % LANES:
+            return self._as_torch(context, x, z if spatial else None), None
+        maps = None
+        if spatial:
+            weights, biases = zip(*(one.both for one in self.maps), strict=True)
+            maps = video.modulation_maps(z, x.shape[3], weights, biases)
+            maps = marked_picture(context, "a modulation", maps, z)
+        return video.group_norm(
+            context,
             x,
             self.groups,
-            self.scale[...],
-            self.bias[...],
+            *self.weights.both,
             self.epsilon,
-            modulation,
+            maps,
             silu=True,
             kept=KEPT if x.shape[1] >= KEPT else 0,
         )
 
-    def factor(self, moments: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """What a centred activation is multiplied by: [N, 1, 1, 1, C]."""
-        scale = self.scale[...].astype(jnp.float32)
-        return scale / jnp.sqrt(moments[1] + self.epsilon)
-
-
-class SpatialNorm(nnx.Module):
-    """A group norm whose result the latents scale and shift by pixel, then silu.
-
-    Source: ``CogVideoXSpatialNorm3D``. Upstream enlarges the latents by nearest
-    neighbours and convolves them with 1x1x1; here the other way round, which is the
-    same and far less work.
-    """
-
-    def __init__(self, channels: int, latents: int, groups: int) -> None:
-        self.norm_layer = GroupNorm(channels, groups, 1e-6)
-        self.conv_y = CausalPointwise(latents, channels)
-        self.conv_b = CausalPointwise(latents, channels)
-
-    def __call__(
-        self, x: jax.Array, moments: Moments, grid: Grid, z: jax.Array
-    ) -> tuple[jax.Array, Frames | None]:
-        """x [N, T, Y, X, C] and z [N, Tz, Yz, Xz, Z]: as :class:`GroupNorm`."""
-        if moments is None:
-            maps = self._maps(z, x.shape[3], grid)
-            return self.norm_layer.by_kernel(x, maps, grid)
-        count, frames, rows, columns, channels = x.shape
-        y, w = z.shape[2:4]
-        factor = repeat_frames(self.conv_y(z, grid), frames)
-        shift = repeat_frames(self.conv_b(z, grid), frames)
-        mean, scale = moments[0], self.norm_layer.factor(moments)
-        # Pixels by latent and place in it: a latent's factor and shift are broadcast
-        # to its pixels as they are read. Without the barrier XLA moves the reshape
-        # behind the arithmetic, and writes both out at the size of the picture.
-        pixels = jax.lax.optimization_barrier(
-            x.reshape(count, frames, y, rows // y, w, columns // w, channels)
+    def _as_torch(
+        self, context: OpContext, x: jax.Array, z: jax.Array | None
+    ) -> jax.Array:
+        """In float32, rounded at the end."""
+        wide = channels_first(x.astype(jnp.float32))
+        out = norms.group_norm(
+            wide, self.groups, *self.weights.both, self.epsilon, space=context.space
         )
-        out = pixels.astype(jnp.float32) - mean[:, :, :, None, :, None]
-        out = out * scale[:, :, :, None, :, None]
-        out = out + self.norm_layer.bias[...].astype(jnp.float32)
-        out = out * factor[:, :, :, None, :, None] + shift[:, :, :, None, :, None]
-        # Rounded before the reshape, lest it is written out in float32.
-        return silu(out, x.dtype).reshape(x.shape), None
-
-    def _maps(self, z: jax.Array, columns: int, grid: Grid) -> jax.Array:
-        """The modulation as the kernel of the norm takes it."""
-        assert grid.kernels is not None
-        for _ in range(2):
-            note(grid.kernels, PRODUCT)
-        factors, summands = self.conv_y.as_stored(), self.conv_b.as_stored()
-        weights, biases = zip(factors, summands, strict=True)
-        return modulation_maps(z, columns, weights, biases)
+        out = channels_last(out)
+        if z is not None:
+            factor, shift = (
+                enlarged(context, pointwise(context, z, one), x.shape[1:4])
+                for one in self.maps
+            )
+            out = out * factor + shift
+        return jax.nn.silu(out).astype(x.dtype)
 
 
-def silu(x: jax.Array, dtype: Any) -> jax.Array:
-    """x * sigmoid(x) in float32, rounded to ``dtype``."""
-    return (x * jax.nn.sigmoid(x)).astype(dtype)
+def enlarged(context: OpContext, z: jax.Array, size: tuple[int, ...]) -> jax.Array:
+    """[N, t, y, x, C] by nearest neighbours -> [N, T, Y, X, C].
 
-
-def written_out(x: jax.Array) -> jax.Array:
-    """A broadcast [..., C] that is to be an array, at the speed of memory.
-
-    A TPU writes a bare broadcast at less than half the speed of arithmetic that
-    broadcasts; the barriers keep XLA from seeing that this is a product with one.
+    The first of an odd number of frames stands for itself.
     """
-    one = jax.lax.optimization_barrier(jnp.ones(x.shape[-1:], x.dtype))
-    return jax.lax.optimization_barrier(x * one)
+    frames, rows, columns = size
+    wide = jnp.repeat(z, rows // z.shape[2], axis=2)
+    wide = jnp.repeat(wide, columns // z.shape[3], axis=3)
+    return marked_picture(context, "an enlargement", repeat_frames(wide, frames), z)
 
 
 def repeat_frames(x: jax.Array, frames: int) -> jax.Array:
     """[N, T, ...] with every frame repeated to make ``frames``.
 
-    If T is odd and above one, the first frame stays single: it is the first of the
-    video, as in upstream.
+    If both are odd, the first frame stays single: it is the first of the video.
     """
-    length = x.shape[1]
-    if frames == length:
+    if frames == x.shape[1]:
         return x
     single = frames % 2
-    times = (frames - single) // (length - single)
     rest = x[:, single:]
-    wide = (x.shape[0], length - single, times, *x.shape[2:])
-    rest = written_out(jnp.broadcast_to(rest[:, :, None], wide))
-    rest = rest.reshape(x.shape[0], frames - single, *x.shape[2:])
+    wide = jnp.repeat(rest, (frames - single) // rest.shape[1], axis=1)
+    return jnp.concatenate([x[:, :1], wide], axis=1) if single else wide
+
+
+class ResnetBlock(nnx.Module):
+    """Norm, silu, convolution, twice, added to the input.
+
+    Source: ``CogVideoXResnetBlock3D`` without dropout and time embedding.
+    """
+
+    def __init__(self, upstream: Any) -> None:
+        refuse(isinstance(upstream.nonlinearity, torch.nn.SiLU), "other activation")
+        self.norm1, self.norm2 = Norm(upstream.norm1), Norm(upstream.norm2)
+        self.conv1 = CausalConv(upstream.conv1)
+        self.conv2 = CausalConv(upstream.conv2)
+        self.shortcut = nnx.List([])
+        if upstream.in_channels != upstream.out_channels:
+            refuse(not upstream.use_conv_shortcut, "shortcut of 3 x 3 x 3")
+            self.shortcut = nnx.List([Weights(upstream.conv_shortcut)])
+
+    def __call__(
+        self, context: OpContext, x: jax.Array, z: jax.Array | None, cache: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[N, T, Y, X, I] -> [N, T, Y, X, O], and what the next chunk needs."""
+        h, last = self.norm1(context, x, z)
+        h, first = self.conv1(context, h, cache.get("conv1"), last)
+        h, last = self.norm2(context, h, z)
+        added: dict[str, Any] = {"residual": x}
+        if self.shortcut:
+            added = {"shortcut": (x, self.shortcut[0])}
+        h, second = self.conv2(context, h, cache.get("conv2"), last, **added)
+        return h, {"conv1": first, "conv2": second}
+
+
+class Upsample(Weights):
+    """Twice the rows, columns and, where ``in_time``, frames, then 3x3.
+
+    Source: ``CogVideoXUpsample3D``. The convolution is of single frames, so it runs
+    before they are repeated.
+    """
+
+    def __init__(self, upstream: Any) -> None:
+        super().__init__(upstream.conv)
+        self.in_time = bool(upstream.compress_time)
+
+    def __call__(self, context: OpContext, x: jax.Array) -> jax.Array:
+        """[N, T, Y, X, C] -> [N, T', 2Y, 2X, C]."""
+        _, frames, rows, columns, _ = x.shape
+        copies = 2 if self.in_time and frames > 1 else 1
+        if has_kernels(context):
+            known = len(context.convolutions)
+            try:
+                out = video.enlarged_convolution(context, x, *self.both, copies)
+                # Of an odd number the first stands for itself.
+                return out[:, 1:] if copies > 1 and frames % 2 else out
+            except NotImplementedError:
+                del context.convolutions[known:]  # torch's operator notes why
+        wide = enlarged(context, x, (frames, 2 * rows, 2 * columns))
+        out = _as_torch(context, channels_first(wide), self, 1, (0, 1, 1))
+        return repeat_frames(out, copies * frames - (copies - 1) * (frames % 2))
+
+
+class Downsample(Weights):
+    """Half the rows and columns by 3x3, after means of two frames where ``in_time``.
+
+    Source: ``CogVideoXDownsample3D``.
+    """
+
+    def __init__(self, upstream: Any) -> None:
+        super().__init__(upstream.conv)
+        self.in_time = bool(upstream.compress_time)
+        known = (upstream.conv.stride, upstream.conv.padding)
+        refuse(known == ((2, 2), (0, 0)), f"downsampler of {known}")
+
+    def __call__(self, context: OpContext, x: jax.Array) -> jax.Array:
+        """[N, T, Y, X, C] -> [N, T', Y / 2, X / 2, C]."""
+        x = _halved(x) if self.in_time else x
+        wide = padding.pad(
+            channels_first(x), (0, 1, 0, 1), space=context.space, padded=context.padded
+        )
+        return _as_torch(context, wide, self, 2, (0, 0, 0))
+
+
+def _halved(x: jax.Array) -> jax.Array:
+    """Means of two frames; of an odd number the first one stays as it is."""
+    single = x.shape[1] % 2
+    rest = x[:, single:].astype(jnp.float32)
+    rest = ((rest[:, ::2] + rest[:, 1::2]) / 2).astype(x.dtype)
     return jnp.concatenate([x[:, :1], rest], axis=1) if single else rest

@@ -71,7 +71,7 @@ PLUGIN = ModelPlugin(
             layout=sharding.TRANSFORMER, native=f"{HERE}.native:TRANSFORMER"
         ),
         "text_encoder": Module(layout=sharding.TEXT_ENCODER),
-        "vae": Module(split="space"),
+        "vae": Module(split="space", forms={"flax": f"{HERE}.flax_vae:FLAX"}),
     },
     patches=f"{HERE}.patches:PATCHES",
     variants=VARIANTS,
