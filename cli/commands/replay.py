@@ -79,10 +79,10 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     recorded = sidecar.read(file)
     video = _check_video(file, recorded)
+    again = replace(_again(file, recorded), files=(file, *([video] if video else [])))
     settings = _recorded(file, recorded, asked)
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
-    again = replace(_again(file, recorded), files=(file, *([video] if video else [])))
     with Display(signals.check) as display:
         run = VideoRun.prepared(settings, find(settings, display), display, again=again)
         _check_same(file, recorded, run)
@@ -149,8 +149,11 @@ def _check_video(file: Path, recorded: Sidecar) -> Path | None:
 def _again(file: Path, recorded: Sidecar) -> Again:
     """The call that made the recorded video."""
     request = recorded["request"]
-    prompts, seeds = request["prompts"], request["seeds"][0]
-    if len(prompts) != len(seeds) or not 0 <= recorded["video"] < len(prompts):
+    prompts, seeds = request["prompts"], next(iter(request["seeds"]), [])
+    given = len(request["negative_prompts"])
+    if not len(prompts) == len(seeds) == given or not 0 <= recorded["video"] < len(
+        prompts
+    ):
         raise ArtifactError(
             f"{file}: names video {recorded['video']} of {len(prompts)} prompts "
             f"and {len(seeds)} seeds; it cannot be replayed"

@@ -237,18 +237,19 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
     from diffusers import CogVideoXTransformer3DModel
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
-    from tpuport.models.cogvideox.config import DEMO
     from tpuport.models.cogvideox.patches import PATCHES
+    from tpuport.plugins import folder_of, get_model
 
     torch.manual_seed(0)
-    config = DEMO.configs["transformer"]
+    demo = get_model("cogvideox").variants["demo"]
+    config = demo.read(folder_of("cogvideox"))["transformer"]
     module = CogVideoXTransformer3DModel(**config).eval()
-    # Legend: 4 latent frames of 8 x 12, in patches of 2 x 2 x 2; 16 channels.
+    # Legend: 4 latent frames of 8 x 12, in patches of 2 x 2; 16 channels.
     cos, sin = get_3d_rotary_pos_embed(
         embed_dim=16,
         crops_coords=None,
         grid_size=(4, 6),
-        temporal_size=2,
+        temporal_size=4,
         grid_type="slice",
         max_size=(8, 8),
     )

@@ -1,5 +1,5 @@
-"""A run rehearsed for chips that are not there: memory, time, meshes that fit.
+"""A run rehearsed for chips that are not there: memory, time, programs for a folder.
 
-Not here: reading a program's text (cost).
+Not here: the rehearsal itself (drive) and reading a program's text (cost).
 May import: every room of the core.
 """

@@ -1,5 +1,5 @@
-"""Compiled programs: made, kept, found again.
+"""Compiled programs: keyed, kept in a folder, found again; torch operators of a trace.
 
-Not here: when a program is called (run) and what it costs (cost).
+Not here: when a program is called (seam) and what it costs (cost).
 May import: the hall of the core and every room up to spec.
 """

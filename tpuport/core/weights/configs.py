@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tpuport.core.files.atomic import one_line
+from tpuport.core.weights.absent_packages import absent_of
 from tpuport.errors import TpuportError, WeightsError, damaged, quoted
 
 #: Names of fields that count modules: each module has a stored tensor.
@@ -85,8 +86,6 @@ def building(what: str, file: str) -> Iterator[None]:
     except TpuportError:
         raise
     except Exception as error:
-        from tpuport.core.weights.absent_packages import absent_of
-
         if package := absent_of(error):
             raise WeightsError(
                 f"{what} needs a package that is not installed: pip install {package}"
