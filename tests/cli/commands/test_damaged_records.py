@@ -32,7 +32,10 @@ FREE["run"] = FREE["sidecar"] = re.compile(
     r"|how\.(?!backend|dtype|mesh).*|asked(\..*)?|.*<extra>"
 )
 #: Fields that may be null or missing, by these values.
-SOME = {(None, MISSING): re.compile(r"how\.vae_tiling|asked\.\w+")}
+SOME = {
+    (None,): re.compile(r"calls\.0\.call\.(answer|random)"),
+    (None, MISSING): re.compile(r"how\.vae_tiling|asked\.\w+"),
+}
 
 
 def may_be(kind: str, damage: Damage) -> bool:

@@ -135,7 +135,7 @@ def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
     assert entries["layer_norm"]["module"] == "tpuport.patches.norms"
     assert command._names([PLUGIN]) == sorted(entries)
     attention = entries["scaled_dot_product_attention"]
-    assert attention["module"] == "tpuport.core.layers.attention"
+    assert attention["module"] == "tpuport.core.layers.exchanged_attention"
 
 
 def test_a_row_each_and_of_one_all_of_it_in_a_hundred_columns(cli: Cli) -> None:

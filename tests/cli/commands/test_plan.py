@@ -163,7 +163,7 @@ def test_two_plans_at_once_and_the_options_of_attention_reach_them(
     ]
     assert plain.returncode == 0, plain.stderr[-3000:]
     for part in (
-        "32x16, 5 frames, 2 steps",
+        "num_frames 5",
         "upstream blocks",
         "fits: ",
         "memory per chip:",

@@ -109,7 +109,6 @@ def test_a_folder_with_few_weights_runs_as_it_is(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("cogvideox", "cogvideox has stages of its own; name a folder"),
         ("./nothing", "nothing"),
     ],
 )
