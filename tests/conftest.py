@@ -44,9 +44,6 @@ from tests.processes import Once
 install_import_hook(["tpuport.core.layers", "tpuport.kernels"], "beartype.beartype")
 
 #: The files that take most of a minute or more, longest first.
-
-
-#: The files that take most of a minute or more, longest first.
 LONGEST: tuple[str, ...] = ()
 
 

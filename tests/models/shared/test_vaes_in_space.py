@@ -13,7 +13,7 @@ import torch
 
 from tests.core.seam.test_space import latents
 from tests.models.conftest import make_vae as cogvideox
-from tests.models.hunyuanvideo.vae.vaes import make_vae as hunyuanvideo
+from tests.models.hunyuanvideo.vaes import make_vae as hunyuanvideo
 from tests.tolerances import TOLERANCES
 from tpuport.core.enums import Blocks
 from tpuport.core.mesh.mesh_spec import MeshSpec
