@@ -60,7 +60,6 @@ LONGEST = (
     "models/hunyuanvideo/vae/test_vae.py",
     "models/shared/test_stacked_tpu.py",
     "models/hunyuanvideo/test_meshes.py",
-    "cli/commands/test_conditioning.py",
     "cli/commands/test_generate.py",
 )
 

@@ -133,7 +133,8 @@ def module_target(
     Raises:
         UsageError: the plugin named knows no such class.
     """
-    general, kind = general_target(placed, settings), type(module).__name__
+    general = replace(general_target(placed, settings), alone=True)
+    kind = type(module).__name__
     found = get_model(model) if model else plugin_for_module(type(module))
     if found is None:
         return _without_plugin(general, settings, kind)

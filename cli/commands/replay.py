@@ -25,6 +25,8 @@ from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import (
     ArtifactError,
+    AttentionError,
+    MeshError,
     MissingArtifactError,
     ReplayError,
     UsageError,
@@ -79,13 +81,13 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     settings = _recorded(file, recorded, asked)
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
-    again = _again(file, recorded)
+    again = replace(_again(file, recorded), files=(file, *([video] if video else [])))
     with Display(signals.check) as display:
         run = VideoRun.prepared(settings, find(settings, display), display, again=again)
         _check_same(file, recorded, run)
         outputs = None
         if asked.out is not None:
-            outputs = run.outputs("", inputs=[file, *([video] if video else [])])
+            outputs = run.outputs("")
         videos, report = run.make(outputs, started)
     print_summary(report)
     for made in videos:
@@ -164,7 +166,10 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
     request, how = recorded["request"], recorded["how"]
     flags = request["flags"]
     known = {f.name for f in fields(RunSettings)} - {"on_host"}
-    read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
+    try:
+        read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
+    except (UsageError, MeshError, AttentionError) as error:
+        raise ArtifactError(f"{file}: {error}; it cannot be replayed") from error
     return replace(
         asked,
         model=None,

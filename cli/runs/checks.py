@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.core.enums import Backend, Dtype, Place, StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import check_own_folder
+from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.errors import (
     MeshError,
@@ -156,7 +158,10 @@ def check_host_memory(settings: Settings, folder: PipelineFolder) -> None:
 
 
 def check_call(
-    settings: Settings, folder: PipelineFolder, arguments: Mapping[str, Any]
+    settings: Settings,
+    folder: PipelineFolder,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
 ) -> None:
     """Let upstream refuse what was asked for, before weights are read.
 
@@ -164,35 +169,93 @@ def check_call(
     and a user does not give, such as a size that upstream chooses, leaves that to the
     run itself.
 
+    Args:
+        reporter: told of a prompt whose end upstream will not read.
+
     Raises:
         UsageError: upstream refuses this.
     """
     from tpuport.core.arrays import torch_dtype
     from tpuport.core.drive.rehearsal import without_weights
 
-    check = getattr(folder.pipeline_class, "check_inputs", None)
-    if folder.blocks is not None or check is None:
+    if folder.blocks is not None:
         return
     given = {name: one.default for name, one in folder.all_parameters.items()}
     given |= arguments
+    pipeline = without_weights(folder, torch_dtype(str(settings.dtype)))
+    _warn_of_long_prompts(settings, pipeline, given, reporter)
     if settings.prompt:
         given["prompt"] = prompts_of(settings, settings.prompt)
-    _, *takes = inspect.signature(check).parameters.values()
+    check = getattr(pipeline, "check_inputs", None)
+    takes = inspect.signature(check).parameters.values() if check else ()
     if any(p.name not in given and p.default is p.empty for p in takes):
         return
     sides = [given[name] for name in ("height", "width") if name in given]
-    if sides and not all(sides):
+    if check is None or not all(sides):
         return
-    pipeline = without_weights(folder, torch_dtype(str(settings.dtype)))
-    known = {p.name: given[p.name] for p in takes if p.name in given}
     try:
-        check(pipeline, **known)
+        check(**{p.name: given[p.name] for p in takes if p.name in given})
     except ValueError as error:
         raise UsageError(
             f"{folder.class_name} refuses this: {one_line(error)}"
         ) from error
     except Exception:
         return  # the state of a pipeline under way is looked at, which is not there
+
+
+def _warn_of_long_prompts(
+    settings: Settings, pipeline: Any, given: Mapping[str, Any], reporter: Reporter
+) -> None:
+    """Say which prompts upstream cuts; a template around a prompt is not counted."""
+    limit = given.get("max_sequence_length")
+    tokenizer = pipeline.components.get("tokenizer")
+    if not isinstance(limit, int) or tokenizer is None:
+        return
+    for prompt in settings.prompt:
+        count = len(tokenizer(prompt)["input_ids"])
+        if count > limit:
+            reporter.say(
+                f"warning: a prompt has at least {count} tokens, and "
+                f"{type(pipeline).__name__} reads the first {limit}"
+            )
+
+
+def placed_here(settings: Settings, reporter: Reporter) -> PlacedMesh:
+    """The mesh asked for on this machine's devices.
+
+    Raises:
+        MeshError: it needs more devices; of CPUs, with a place where it would do.
+    """
+    import jax
+
+    try:
+        return targets.place_for_port(settings.mesh, reporter)
+    except MeshError as error:
+        devices, spec = jax.devices(), settings.mesh
+        assert spec is not None
+        needed = math.prod(n for n in (spec.dp, spec.sp, spec.tp) if n > 0)
+        if devices[0].platform != "cpu" or needed <= len(devices):
+            raise
+        slices = (parse_topology(n) for n in TOPOLOGY_NAMES if n.startswith("v6e-"))
+        fits = next((s.name for s in slices if s.devices >= needed), None)
+        planned = f"; tpuport plan --topology {fits} plans it" if fits else ""
+        raise MeshError(
+            f"{error}. XLA_FLAGS=--xla_force_host_platform_device_count={needed} "
+            f"tries it on this machine{planned}"
+        ) from None
+
+
+def check_target(
+    settings: Settings, folder: PipelineFolder, placed: PlacedMesh
+) -> None:
+    """Refuse a layout that the plugin of the pipeline has not, and a plugin at fault.
+
+    Raises:
+        UsageError, PluginError: which one.
+    """
+    if settings.backend == Backend.TPUPORT:
+        own = replace(settings, cache_dir=None)
+        targets.claimed_target(folder.class_name, placed, own, Reporter())
 
 
 def check_mesh(

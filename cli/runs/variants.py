@@ -54,8 +54,7 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
                     named = replace(settings, variant=name)
                     return resolved(named, plugin, weights=weights)
         return settings
-    with signals.starting(before="\n"):
-        api.import_libraries(Reporter())
+    _import_libraries()
     from tpuport.core.pipelines.folder import PipelineFolder
 
     pipeline = PipelineFolder.find(source, Reporter()).class_name
@@ -148,7 +147,10 @@ def _with_defaults(
     known = {field.name for field in fields(settings)}
     given: dict[str, Any] = {}
     options = dict(settings.options)
+    by_class = settings.resolution is not None or settings.aspect_ratio is not None
     for name, value in published.defaults.items():
+        if by_class and name in ("height", "width"):
+            continue
         if name not in known:
             options.setdefault(name, value)
         elif getattr(settings, name) is None:

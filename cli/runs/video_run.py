@@ -24,6 +24,8 @@ from tpuport.cli.runs.checks import (
     check_mesh,
     check_on_host,
     check_step_cache,
+    check_target,
+    placed_here,
     with_batch,
     with_dtype,
     with_host,
@@ -94,11 +96,13 @@ class Again:
         videos: prompt and seed of each video of the call.
         video: which of these is wanted.
         noise: which of the noises of ``--latents`` the first was made from.
+        files: that a replay compares with.
     """
 
     videos: tuple[tuple[str | None, int], ...]
     video: int
     noise: int
+    files: tuple[Path, ...] = ()
 
 
 @dataclass
@@ -156,7 +160,8 @@ class VideoRun:
         arguments = arguments_of(folder, settings)
         settings = with_host(settings, folder)
         check_on_host(settings, folder)
-        placed = targets.place_for_port(settings.mesh, reporter)
+        placed = placed_here(settings, reporter)
+        check_target(settings, folder, placed)
         settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
         folder.check_packages(arguments)
@@ -165,7 +170,7 @@ class VideoRun:
         settings = with_batch(settings, folder, placed)
         check_host_memory(settings, folder)
         if not partly and again is None:
-            check_call(settings, folder, arguments)
+            check_call(settings, folder, arguments, reporter)
         check_mesh(settings, folder, placed, arguments, reporter)
         check_step_cache(settings, folder, placed, arguments, reporter)
         if settings.executables is not None:
@@ -210,17 +215,17 @@ class VideoRun:
         each = self.settings.batch or 1
         return [range(n, min(n + each, count)) for n in range(0, count, each)]
 
-    def outputs(self, name: str, inputs: Sequence[Path] = ()) -> Outputs:
+    def outputs(self, name: str) -> Outputs:
         """Where the videos go; creates nothing.
 
         Args:
             name: the place without --out.
-            inputs: that the command reads, beside those of the run.
         """
         from tpuport.core.pipelines.call_arguments import default_of
 
         count = 1 if self.again is not None else len(self.videos())
-        read = [*inputs, *(Path(name).expanduser() for name in self.inputs)]
+        read = [Path(name).expanduser() for name in self.inputs]
+        read += self.again.files if self.again else ()
         outputs = outputs_of(self.settings, name, count, inputs=read)
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
@@ -524,10 +529,11 @@ def _check_files(
             raise UsageError(f"--latents: {folder.class_name} takes none")
         if again is None:
             noise.for_videos(count)
+    files = again.files if again is not None else ()
     if settings.out is not None:
-        outputs_of(settings, "", 1 if again is not None else count)
+        outputs_of(settings, "", 1 if again is not None else count, inputs=files)
     if settings.report is not None:
-        check_report(settings.report, settings.inputs())
+        check_report(settings.report, [*settings.inputs(), *files])
     if settings.run_dir is not None:
         check_folder("--run-dir", settings.run_dir)
 

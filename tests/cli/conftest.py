@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.cli.tools import Cli, call
+from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call, good
 from tests.processes import Once
 
 
@@ -56,3 +58,34 @@ def folder(once: Once) -> Path:
 def copied(folder: Path, tmp_path: Path) -> Path:
     """The pipeline, to be damaged."""
     return Path(shutil.copytree(folder, tmp_path / "copied"))
+
+
+@pytest.fixture(scope="session")
+def made(once: Once, folder: Path) -> Made:
+    """``tpuport generate`` of two prompts by upstream's own code, kept in a folder."""
+
+    def generate(place: Path) -> None:
+        ran = call(
+            *("generate", "--weights", folder, *UPSTREAM, "--prompt", "a cat"),
+            *("--seed", "7", "--run-dir", place / "run", "--out", place / "fox.gif"),
+            *("--cache-dir", place / "cache", "--report", place / "new/report.json"),
+            "--json",
+        )
+        (place / "ran.json").write_text(json.dumps(asdict(good(ran))))
+
+    place = once("generated", generate)
+    return Made(Ran(**json.loads((place / "ran.json").read_text())), place)
+
+
+@pytest.fixture
+def run(made: Made, tmp_path: Path) -> Path:
+    """A copy of the finished run's folder, as on another machine."""
+    return Path(shutil.copytree(made.folder / "run", tmp_path / "copied-run"))
+
+
+@pytest.fixture
+def sidecar(made: Made, tmp_path: Path) -> Path:
+    """A copy of the second of two videos in the current folder: its JSON."""
+    video = made.videos[1]
+    shutil.copy(video, tmp_path / "fox.gif")
+    return Path(shutil.copy(f"{video}.json", tmp_path / "fox.gif.json"))

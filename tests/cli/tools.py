@@ -12,11 +12,15 @@ from typing import Any
 
 from tpuport.cli import main
 
+#: A small video of the default model's demo.
+SMALL = ("--size", "96x64", "--frames", "9", "--steps", "2")
 #: The smallest video of the small pipeline that has more than one step and frame.
 ASKED = (
     *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "2"),
     *("--negative-prompt", "blurry", "--option", "max_sequence_length=16"),
 )
+#: The same by upstream's own code, which compiles nothing.
+UPSTREAM = (*ASKED, "--backend", "diffusers")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,18 @@ class Ran:
     def last(self) -> str:
         """The last line for people."""
         return self.err.strip().splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A finished run of two prompts with one seed."""
+
+    ran: Ran
+    folder: Path
+
+    @property
+    def videos(self) -> list[Path]:
+        return [Path(video["path"]) for video in self.ran.json["videos"]]
 
 
 Cli = Callable[..., Ran]

@@ -5,25 +5,11 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.core.files.runs import SETTINGS
 from tests.core.tracing.upstream import UPSTREAM
-from tpuport.core.files.run_directory import RunDirectory
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.open_or_create(
-        tmp_path / "run",
-        model="toy",
-        variant="small",
-        settings=SETTINGS,
-        weights={"encoder": "aa" * 32, "vae": None},
-    )
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from tests.core.spec.toys import Heard
+from tests.core.heard import Heard
 from tpuport import api
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.weights.checkpoint import Checkpoint

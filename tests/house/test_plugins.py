@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.core.spec.toys import Heard
+from tests.core.heard import Heard
 from tests.tolerances import TOLERANCES
 from tpuport import hookspecs, plugins
 from tpuport.core.pipelines.stand_in import write_random

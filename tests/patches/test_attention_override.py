@@ -1,4 +1,4 @@
-"""ATTENTION and LENGTH_ATTENTION: what torchax does without these overrides.
+"""EXCHANGED_ATTENTION and LENGTH_ATTENTION: what torchax does without these overrides.
 
 What they compute is tested in ``tests/core``.
 """
@@ -18,8 +18,8 @@ import torch
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.attention import ATTENTION
 from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
+from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.op_overrides import resolve_operator
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -33,13 +33,13 @@ def operator(target: str) -> Callable[..., torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("target", ATTENTION.targets)
+@pytest.mark.parametrize("target", EXCHANGED_ATTENTION.targets)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_row_without_a_key_is_zero_as_in_torch_and_nan_by_torchax(
     batch: int, kind: str, target: str
 ) -> None:
-    """When the last line fails, torchax is mended and ATTENTION is for speed alone."""
+    """When the last line fails, torchax is mended: the override is for speed alone."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, 2, 5, 8, generator=generator) for _ in range(3))
     mask = torch.rand(5, 5, generator=generator) < 0.7
@@ -78,7 +78,7 @@ def largest(function: Callable[..., Any], *arrays: Any) -> int:
 
 
 def plain(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    return operator(ATTENTION.targets[0])(q, k, v)
+    return operator(EXCHANGED_ATTENTION.targets[0])(q, k, v)
 
 
 def with_lengths(q: Any, k: Any, v: Any, lengths: Any) -> Any:

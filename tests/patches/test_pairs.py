@@ -13,7 +13,7 @@ import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.core.tracing.context import OpContext
 from tpuport.patches.pairs import (
     FEWEST_TOKENS,
     MOST,
@@ -77,9 +77,7 @@ def test_heads_are_taken_apart_bit_for_bit() -> None:
 
 def test_views_that_make_heads() -> None:
     tokens = FEWEST_TOKENS
-    context = OpContext(
-        mesh=None, platform="tpu", attention=AttentionPolicy(), records=[]
-    )
+    context = OpContext(mesh=None, platform="tpu", records=[])
     assert are_heads(context, (1, tokens, 512), (1, tokens, 4, 128))
     assert not are_heads(context, (1, tokens, 512), (1, tokens, 8, 64))
     assert not are_heads(context, (1, tokens - 1, 512), (1, tokens - 1, 4, 128))

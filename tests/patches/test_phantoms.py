@@ -16,7 +16,7 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.layers.video_layers import KERNEL, convolve, enlarged_convolution
 from tpuport.core.mesh import spatial_split as spatial
 from tpuport.core.mesh.spatial_split import SpatialSplit
-from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import counted
 
 CHANNELS = 128
@@ -63,7 +63,6 @@ def context_of(space: Any) -> OpContext:
     return OpContext(
         mesh=None,
         platform="tpu",
-        attention=AttentionPolicy(),
         space=space,
         records=[],
     )

@@ -125,8 +125,8 @@ def test_every_prompt_goes_with_every_seed() -> None:
 
 
 def test_options_are_names_and_values() -> None:
-    settings = parse("-o", "scheduler=ddim", "--option", "dynamic-cfg=on")
-    assert settings.options == {"scheduler": "ddim", "dynamic_cfg": "on"}
+    settings = parse("-o", "scheduler=ddim", "--option", "use-dynamic-cfg=on")
+    assert settings.options == {"scheduler": "ddim", "use_dynamic_cfg": "on"}
     assert "NAME=VALUE" in refused("-o", "scheduler")
 
 
@@ -173,7 +173,7 @@ def test_a_file_may_hold_any_setting(file: Any) -> None:
             "size: 96x64\nnum_frames: 9\nfps: 12\nnum-inference-steps: 4\n"
             "guidance_scale: 1\nseed: [1, '2,3']\nmesh: {dp: 2, tp: 4}\n"
             "encode_on: host\nblocks: upstream\n"
-            "options: {scheduler: ddim, dynamic_cfg: false}\n"
+            "options: {scheduler: ddim, use_dynamic_cfg: false}\n"
             "out: v.gif\nrun-dir: r\nno_compile_cache: true\njson: true\nlatents:\n"
         ),
     )
@@ -192,7 +192,7 @@ def test_a_file_may_hold_any_setting(file: Any) -> None:
         mesh=MeshSpec(dp=2, tp=4),
         encode_on=Place.HOST,
         blocks=Blocks.UPSTREAM,
-        options={"scheduler": "ddim", "dynamic_cfg": False},
+        options={"scheduler": "ddim", "use_dynamic_cfg": False},
         out="v.gif",
         run_dir=Path("r"),
         compile_cache=False,
@@ -313,9 +313,27 @@ def test_what_a_command_reads_is_known(file: Any, tmp_path: Path) -> None:
     assert parse("--weights", "some/model").inputs() == []  # a hub id
 
 
-def test_a_value_off_its_rule_names_the_file_that_gave_it(file: Any) -> None:
-    config = file("prompt: a\nframes: 10\nsize: 96x64\n")
-    ran = call("generate", "--config", config)
+def test_a_value_off_its_rule_names_the_file_that_gave_it(
+    file: Any, folder: Path
+) -> None:
+    config = file("prompt: a\nframes: 9\nsize: 33x16\n")
+    ran = call("generate", "--config", config, "--weights", folder)
     assert ran.code == 2
     assert ran.last == f"{config} gives: prompt, frames, size"
-    assert "nearest valid: 9 or 17" in ran.err
+    assert "divisible by 16" in ran.err
+
+
+@pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("'off'", "off")])
+def test_tiling_as_the_key_of_a_file(written: str, meant: str, file: Any) -> None:
+    # A bare on or off is a boolean in YAML.
+    config = file(f"vae_tiling: {written}\n")
+    assert parse("--config", config).vae_tiling == meant
+    assert parse().vae_tiling is None
+    assert "'maybe' is none of on, off" in refused("--vae-tiling", "maybe")
+
+
+def test_flags_win_over_a_file_that_says_the_same_otherwise(file: Any) -> None:
+    config = file("video: clip.mp4\nstrength: 0.5\nresolution: 480p\n")
+    settings = parse("--config", config, "--image", "a.png", "--size", "64x48")
+    assert (settings.image, settings.video, settings.strength) == ("a.png", None, None)
+    assert (settings.height, settings.resolution) == (48, None)

@@ -119,6 +119,7 @@ def test_nothing_asked_shows_the_help(cli: Cli) -> None:
         (("--bogus",), "No such option: --bogus"),
         (("generate", "--step", "2"), "--step (did you mean --steps?)"),
         (("bench", "--vae-tiling", "on"), "No such option: --vae-tiling; see"),
+        (("decode", "--model", "x"), "No such option: --model"),
         (
             ("generate", "--mesh"),
             "Option '--mesh' requires an argument; see `tpuport generate --help`",
@@ -181,4 +182,4 @@ def test_the_help_has_the_defaults(cli: Cli) -> None:
     from tpuport.api import DEFAULT_MODEL
 
     said = " ".join(cli("generate", "--help").out.replace("│", " ").split())
-    assert f"(default: {DEFAULT_MODEL})" in said
+    assert f"(default: {DEFAULT_MODEL}, without --weights)" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,25 @@ from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.commands import doctor
 from tpuport.core.mesh import compiler_flags as libtpu_flags
 from tpuport.core.mesh.compiler_flags import FLAGS, choose_flags
-from tpuport.plugins import get_port
+from tpuport.plugins import model_plugins
 
 
 def test_models_lists_every_variant_with_its_defaults(cli: Cli) -> None:
     text, document = cli("models").out, cli("models", "--json").json
-    (model,) = (m for m in document["models"] if m["model"] == "cogvideox")
-    port = get_port("cogvideox")
-    assert [v["variant"] for v in model["variants"]] == [v.name for v in port.variants]
-    assert [o["name"] for o in model["options"]] == [o.name for o in port.options]
-    for variant in port.variants:
-        assert f"{variant.width}x{variant.height}" in text
-        assert variant.repo_id in text
-        assert variant.notes in text
-        (entry,) = (v for v in model["variants"] if v["variant"] == variant.name)
-        assert entry["num_inference_steps"] == variant.num_inference_steps
-        assert entry["options"] == dict(variant.options)
-
-
-def test_models_tells_which_one_is_taken_where_none_is_named(cli: Cli) -> None:
-    assert f"without --model: {DEFAULT_MODEL}" in cli("models").out
+    for plugin in model_plugins():
+        (model,) = (m for m in document["models"] if m["model"] == plugin.name)
+        assert [v["variant"] for v in model["variants"]] == list(plugin.variants)
+        assert model["pipelines"] == list(plugin.pipelines)
+        for name, published in plugin.variants.items():
+            (line,) = (x for x in text.splitlines() if x.split()[:1] == [name])
+            assert published.repo in line
+            assert published.title in line
+            for key, value in published.defaults.items():
+                assert f"{key}={value}" in line
+            (entry,) = (v for v in model["variants"] if v["variant"] == name)
+            assert entry["defaults"] == dict(published.defaults)
+    assert text.count(", the default\n") == 1
+    assert re.search(f"^{DEFAULT_MODEL}: .*, the default$", text, re.MULTILINE)
 
 
 def test_plugins_names_packages_and_modules(cli: Cli) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import textwrap
@@ -16,39 +15,30 @@ import pytest
 
 from tests.cli.tools import Cli
 from tpuport.cli.commands import patches as command
+from tpuport.core.enums import Blocks
 from tpuport.core.layers.model_runtime import EVERYWHERE
 from tpuport.core.spec.component import NativeForm
-from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing import patching, runtime
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.errors import PatchError
-from tpuport.models.cogvideox.plugin import PORT
+from tpuport.models.cogvideox.plugin import PLUGIN
 from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
-from tpuport.plugins import Plugin, model_plugins, ports
+from tpuport.plugin import ModelPlugin, Module
+from tpuport.plugins import model_plugins
 
-PORTS = ports()
-FORMS = [form for port in PORTS for form in port.all_forms]
-#: What is listed of each form: with upstream's blocks or with native ones.
+#: What is listed of each: with upstream's blocks or with native ones.
 LISTED = {
-    (form.name, form.form): dict.fromkeys(
-        (*form.patches, *with_blocks(form, "native").patches)
-    )
-    for form in FORMS
-} | {
-    (plugin.name, ""): dict.fromkeys(
-        (*PATCHES, *(patch for b in BLOCKS for patch in plugin.patches_with(b)))
+    plugin.name: dict.fromkeys(
+        (*PATCHES, *(patch for b in Blocks for patch in plugin.patches_with(b)))
     )
     for plugin in model_plugins()
 }
 #: The op overrides of each.
 OVERRIDDEN = {
-    **{(form.name, form.form): (*form.overrides, *EVERYWHERE) for form in FORMS},
-    **{
-        (plugin.name, ""): (*ANY_OVERRIDES, *plugin.overrides, *EVERYWHERE)
-        for plugin in model_plugins()
-    },
+    plugin.name: (*ANY_OVERRIDES, *plugin.overrides, *EVERYWHERE)
+    for plugin in model_plugins()
 }
 DEDENT = "textwrap:dedent"
 
@@ -70,31 +60,26 @@ def _make(context: OpContext) -> Callable[..., Any]:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Plugins with these ports in place of the installed ones."""
+    """These plugins in place of the installed ones, and of what every model has."""
 
-    def install(*ports: ModelPort) -> None:
-        found = {
-            port.name: Plugin(name=port.name, package="acme 1", module="m", model=port)
-            for port in ports
-        }
-        monkeypatch.setattr(command, "installed_plugins", lambda: found)
+    def install(*plugins: ModelPlugin) -> None:
+        monkeypatch.setattr(command, "model_plugins", lambda: list(plugins))
+        for name in ("PATCHES", "ANY_OVERRIDES"):
+            monkeypatch.setattr(f"tpuport.patches.standard.{name}", ())
 
     return install
 
 
-def port(
+def toy(
     *patches: Patch,
     overrides: tuple[OpOverride, ...] = (),
     native: tuple[Patch, ...] = (),
-    **more: Any,
-) -> ModelPort:
+    name: str = "toy",
+) -> ModelPlugin:
     form = NativeForm(patches=native) if native else None
-    components = {
-        name: dataclasses.replace(component, native=form)
-        for name, component in PORT.components.items()
-    }
-    given = {"name": "toy", "components": components, **more}
-    return dataclasses.replace(PORT, patches=patches, overrides=overrides, **given)
+    modules = {"transformer": Module(native=form)}
+    claims = f"diffusers:{name}"
+    return ModelPlugin(name, claims, modules, patches=patches, overrides=overrides)
 
 
 def block(cli: Cli, name: str) -> str:
@@ -105,7 +90,7 @@ def block(cli: Cli, name: str) -> str:
 # --- what is installed
 
 
-def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None:
+def test_every_patch_and_override_of_every_model_is_listed_once(cli: Cli) -> None:
     ran = cli("patches", "--json")
     assert ran.code == 0
     entries = ran.json["patches"]
@@ -124,16 +109,13 @@ def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None
             for p in (*listed, *OVERRIDDEN[user])
             if p.name == entry["name"]
         ]
-        users = [(m, f) for m, forms in entry["models"].items() for f in forms]
-        assert users == declared
+        assert entry["models"] == declared
 
 
 def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
-    ran = cli("patches", "--model", PORT.name, "--json")
+    ran = cli("patches", "--model", PLUGIN.name, "--json")
     entries = {e["name"]: e for e in ran.json["patches"]}
-    (declared,) = (
-        p for p in PORT.patches if p.name == "torchax-slice-assignment-tensor"
-    )
+    (declared,) = (p for p in PATCHES if p.name == "torchax-slice-assignment-tensor")
     assert entries[declared.name] == {
         "name": declared.name,
         "kind": "patch",
@@ -141,7 +123,7 @@ def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
         "reason": declared.reason,
         "upstream": declared.upstream,
         "installed": metadata.version("torchax"),
-        "models": {"cogvideox": [""]},
+        "models": ["cogvideox"],
         "blocks": "",
         "module": "tpuport.patches.torchax_slices",
         "link": declared.link,
@@ -151,7 +133,7 @@ def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
     assert entries["layer_norm"]["upstream"] == "torchax"
     assert entries["layer_norm"]["installed"] == metadata.version("torchax")
     assert entries["layer_norm"]["module"] == "tpuport.patches.norms"
-    assert command._names([PORT]) == sorted(entries)
+    assert command._names([PLUGIN]) == sorted(entries)
     attention = entries["scaled_dot_product_attention"]
     assert attention["module"] == "tpuport.core.layers.attention"
 
@@ -203,14 +185,13 @@ def test_something_is_said_at_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
 def test_one_model_may_be_asked_for(cli: Cli) -> None:
     found = {
         e["name"]
-        for e in cli("patches", "--model", PORT.name, "--json").json["patches"]
+        for e in cli("patches", "--model", PLUGIN.name, "--json").json["patches"]
     }
     assert found == {
         p.name
         for p in (
-            *LISTED[PORT.name, PORT.form],
-            *PORT.overrides,
-            *EVERYWHERE,
+            *LISTED[PLUGIN.name],
+            *OVERRIDDEN[PLUGIN.name],
         )
     }
     refused = cli("patches", "--model", "sora")
@@ -231,7 +212,7 @@ def test_nothing_is_applied_installed_or_made(
     assert everything
     names = [target_names(p) for p in everything]
     originals = [inner(*name) for name in names]
-    install(*PORTS, port(patch("x"), overrides=(override("torch.relu"),)))
+    install(*model_plugins(), toy(patch("x"), overrides=(override("torch.relu"),)))
     assert cli("patches").code == 0
     assert textwrap.dedent is before
     for name, original in zip(names, originals, strict=True):
@@ -257,7 +238,7 @@ def test_patches_of_native_blocks_say_when_they_are_in_force(
         for name, target in (("both", "fill"), ("plain", "wrap"), ("chip", "dedent"))
     )
     # What one form always has is no patch of native blocks.
-    install(port(plain, native=(native, both)), port(both, name="other"))
+    install(toy(plain, native=(native, both)), toy(both, name="other"))
     ran = cli("patches")
     assert ran.code == 0
     assert ran.out.startswith("3 patches and ")
@@ -268,24 +249,24 @@ def test_patches_of_native_blocks_say_when_they_are_in_force(
     found = {name: entries[name]["blocks"] for name in ("both", "plain", "chip")}
     assert found == {"both": "", "plain": "", "chip": "native"}
     # It takes the place of what the port does to its target otherwise.
-    install(port(patch("mine"), native=(native,)))
+    install(toy(patch("mine"), native=(native,)))
     ran = cli("patches")
     assert ran.code == 0
     assert "  in force  with --blocks upstream" in block(cli, "mine")
     assert "  in force  with --blocks native" in block(cli, "chip")
     # Native ones are in force together, so two of one target cannot be.
-    install(port(native=(patch("one"), patch("two"))))
+    install(toy(native=(patch("one"), patch("two"))))
     assert "patches 'one' and 'two' both replace textwrap:dedent" in cli("patches").last
 
 
 def test_the_native_blocks_of_a_model_are_listed(cli: Cli) -> None:
-    entries = cli("patches", "--model", PORT.name, "--json").json["patches"]
+    entries = cli("patches", "--model", PLUGIN.name, "--json").json["patches"]
     listed = [e["name"] for e in entries if e["blocks"] == "native"]
     declared = [
         p.name
-        for component in PORT.components.values()
-        if component.native is not None
-        for p in component.native.patches
+        for module in PLUGIN.modules.values()
+        if module.native is not None
+        for p in module.native.patches
     ]
     assert listed == list(dict.fromkeys(declared))
     assert {"cogvideox-native-forward", "cogvideox-native-block"} <= set(listed)
@@ -297,7 +278,7 @@ def test_the_native_blocks_of_a_model_are_listed(cli: Cli) -> None:
 def test_a_target_that_is_gone_is_named_after_the_list_and_fails(
     cli: Cli, install: Install
 ) -> None:
-    install(port(patch("fine"), patch("lost", "textwrap:dedennt")))
+    install(toy(patch("fine"), patch("lost", "textwrap:dedennt")))
     ran = cli("patches")
     assert ran.code == 1
     assert "fine: applies\n" in block(cli, "fine")
@@ -322,7 +303,7 @@ def test_a_target_that_is_gone_is_named_after_the_list_and_fails(
 def test_an_operator_that_is_gone_is_named_with_its_owner(
     cli: Cli, install: Install, target: str
 ) -> None:
-    install(port(overrides=(override("torch.relu"), override(target))))
+    install(toy(overrides=(override("torch.relu"), override(target))))
     ran = cli("patches")
     assert ran.code == 1
     assert block(cli, "relu").startswith("relu: applies\n  override  torch.relu\n")
@@ -334,7 +315,7 @@ def test_an_operator_that_is_gone_is_named_with_its_owner(
 
 def test_two_changes_of_one_target_are_told(cli: Cli, install: Install) -> None:
     twice = (override("torch.relu"), override("torch.relu", reason="as well"))
-    install(port(patch("one"), patch("two"), overrides=twice))
+    install(toy(patch("one"), patch("two"), overrides=twice))
     ran = cli("patches", "--json")
     assert ran.code == 1
     broken = [e["name"] for e in ran.json["patches"] if e["state"] == "broken"]
@@ -342,7 +323,7 @@ def test_two_changes_of_one_target_are_told(cli: Cli, install: Install) -> None:
     assert "patches 'one' and 'two' both replace textwrap:dedent" in ran.last
     assert "torch.relu is claimed by 'acme' (as well)" in ran.last
     # In two models they never meet.
-    install(port(patch("one")), port(patch("two"), name="other"))
+    install(toy(patch("one")), toy(patch("two"), name="other"))
     assert cli("patches").code == 0
 
 
@@ -357,7 +338,7 @@ def test_a_patch_for_another_version_is_told_and_is_no_failure(
     cli: Cli, install: Install, upstream: str, found: str
 ) -> None:
     # Its target may well be gone.
-    install(port(patch("old", "textwrap:dedennt", upstream=upstream)))
+    install(toy(patch("old", "textwrap:dedennt", upstream=upstream)))
     ran = cli("patches")
     assert ran.code == 0
     assert block(cli, "old").startswith(f"old: not for this version (found {found}")
@@ -367,27 +348,6 @@ def test_a_patch_for_another_version_is_told_and_is_no_failure(
 
 
 # --- who, and where
-
-
-def test_forms_are_named_where_not_all_of_them_use_it(
-    cli: Cli, install: Install
-) -> None:
-    both, first, second = (
-        patch("both"),
-        patch("first", "textwrap:wrap"),
-        patch("second"),
-    )
-    second = dataclasses.replace(second, target="textwrap:fill")
-    install(
-        port(both, first, forms=(port(both, second, form="large"),)),
-        port(both, name="other"),
-    )
-    assert "  used by   toy, other\n" in block(cli, "both")
-    assert "  used by   toy (not large)\n" in block(cli, "first")
-    assert "  used by   toy (large)\n" in block(cli, "second")
-    entries = {e["name"]: e for e in cli("patches", "--json").json["patches"]}
-    assert entries["both"]["models"] == {"toy": ["", "large"], "other": [""]}
-    assert entries["second"]["models"] == {"toy": ["large"]}
 
 
 @pytest.mark.parametrize(

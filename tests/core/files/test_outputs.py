@@ -42,7 +42,7 @@ def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
 
 def make(out: str, value: int, count: int = 1, **how: Any) -> list[Video]:
     """Videos that ``value`` tells apart."""
-    with VideoFiles(plan_outputs(out, count, **how), 8, 2) as files:
+    with VideoFiles(plan_outputs(out, count, **how), 8) as files:
         files.take(0, frames(value, count))
         return files.publish(describe)
 
@@ -85,7 +85,7 @@ def test_frames_of_an_earlier_run_are_replaced_and_those_of_others_kept() -> Non
 
 def test_a_name_taken_meanwhile_is_left_to_who_took_it() -> None:
     outputs = plan_outputs("fox.gif", 1)
-    with VideoFiles(outputs, 8, 2) as files:
+    with VideoFiles(outputs, 8) as files:
         files.take(0, frames(10))
         Path("fox.gif").write_text("of another process")
         (video,) = files.publish(describe)
@@ -203,7 +203,7 @@ def test_a_sidecar_that_cannot_be_written_leaves_no_video(
 
 @pytest.mark.parametrize("out", ["new/deep/v.gif", "new/deep/"])
 def test_a_run_that_fails_leaves_no_new_folders(out: str) -> None:
-    with VideoFiles(plan_outputs(out, 2), 8, 3) as files:
+    with VideoFiles(plan_outputs(out, 2), 8) as files:
         files.take(0, frames(0))
         assert Path("new/deep").is_dir()
     assert os.listdir() == []

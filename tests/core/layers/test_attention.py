@@ -20,7 +20,7 @@ from tpuport.core.layers.attention import scaled_dot_product_attention
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import AttentionPolicy, AttentionRecord, OpContext
+from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention.choice import AttentionChoice
 
@@ -32,12 +32,10 @@ def context(
     mesh: tuple[int, int, int] | None = None,
     *,
     implementation: str = "auto",
-    policy: AttentionPolicy | None = None,
 ) -> OpContext:
     return OpContext(
         mesh=None if mesh is None else build_mesh(MeshSpec.parse(mesh)),
         platform="cpu",
-        attention=policy or AttentionPolicy(),
         implementation=AttentionChoice.parse(implementation),
         records=[],
     )
@@ -377,15 +375,11 @@ def test_records_say_once_what_a_call_runs_as() -> None:
     assert on.records[1].split == ("dp", "tp", None, None)
 
 
-def test_only_what_divides_is_split_and_only_what_the_policy_names() -> None:
+def test_only_what_divides_is_split() -> None:
     shapes = [(3, 5, 13, 8)] * 3
     on = context((2, 1, 4))
     ours(*tensors(*shapes), on=on)
     assert on.records[0].split == (None, None, None, None)
-    none = AttentionPolicy(batch=None, heads=None, sequence="tp")
-    on = context((2, 1, 4), policy=none)
-    assert_is_torch(*tensors((2, 8, 13, 8), (2, 8, 9, 8), (2, 8, 9, 8)), on=on)
-    assert on.records[0].split == (None, None, "tp", None)
 
 
 # --- memory

@@ -27,7 +27,7 @@ from tpuport.core.layers.attention_lengths import (
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import AttentionPolicy, AttentionRecord, OpContext
+from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.errors import AttentionError
 from tpuport.kernels.attention.choice import AttentionChoice
 
@@ -42,7 +42,6 @@ def context(
     return OpContext(
         mesh=None if mesh is None else build_mesh(MeshSpec.parse(mesh)),
         platform="cpu",
-        attention=AttentionPolicy(),
         implementation=AttentionChoice.parse(implementation),
         records=[],
     )

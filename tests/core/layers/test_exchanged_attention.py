@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from tests.patches.tools import traced
 from tests.tolerances import TOLERANCES
-from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -41,7 +40,6 @@ def test_a_mask_of_keys_leaves_tokens_exchanged_for_heads(
     runtime = model_runtime(
         mesh=build_mesh(MeshSpec.parse(devices)),
         platform="cpu",
-        everywhere=(EXCHANGED_ATTENTION,),
     )
 
     found = jax.jit(traced(runtime, attend))(
@@ -59,7 +57,6 @@ def test_a_row_without_a_key_is_zero() -> None:
     runtime = model_runtime(
         mesh=build_mesh(MeshSpec.parse("sp=2")),
         platform="cpu",
-        everywhere=(EXCHANGED_ATTENTION,),
     )
     call = jax.jit(traced(runtime, attend))
     for mask in (np.zeros((1, 1, 1, 6), bool), np.full((1, 1, 1, 6), -np.inf, "f")):

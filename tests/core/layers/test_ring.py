@@ -25,7 +25,7 @@ from tpuport.core.layers.ring import (
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import Active, AttentionPolicy, OpContext
+from tpuport.core.tracing.context import Active, OpContext
 from tpuport.kernels.attention.choice import AttentionChoice
 
 SPLASH = AttentionChoice.parse("splash:block_q=128;block_kv=128;block_kv_compute=128")
@@ -37,7 +37,6 @@ def active_on(
     context = OpContext(
         mesh=build_mesh(MeshSpec.parse(mesh), devices),
         platform="cpu",
-        attention=AttentionPolicy(),
         implementation=AttentionChoice.parse(implementation),
         records=[],
     )

@@ -23,7 +23,7 @@ from tpuport.core.layers.sequence_parallel import (
 )
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import Active, AttentionPolicy, OpContext
+from tpuport.core.tracing.context import Active, OpContext
 from tpuport.kernels.attention.splash_blocks import default_blocks
 
 
@@ -105,7 +105,6 @@ def active_on(mesh: str) -> Active:
     context = OpContext(
         mesh=build_mesh(MeshSpec.parse(mesh)),
         platform="cpu",
-        attention=AttentionPolicy(),
         records=[],
     )
     return Active(None, context)

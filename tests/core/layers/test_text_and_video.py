@@ -15,14 +15,13 @@ from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.text_and_video import put_text, take_text, text_alone
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import Active, AttentionPolicy, OpContext
+from tpuport.core.tracing.context import Active, OpContext
 
 
 def sequence(devices: int, video: int, text: int) -> JointSequence:
     context = OpContext(
         mesh=build_mesh(MeshSpec.parse((1, devices, 1))),
         platform="cpu",
-        attention=AttentionPolicy(batch="dp", heads="tp", sequence="sp"),
         records=[],
     )
     active = Active(SimpleNamespace(), cast(Any, context))

@@ -21,7 +21,7 @@ from tpuport.core.layers.video_layers import (
     pointwise,
 )
 from tpuport.core.mesh.spatial_split import Space
-from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.core.tracing.context import OpContext
 from tpuport.kernels.convolution.conv_sides import outer_columns
 
 OPTIONS = {"vmem_limit": 2**26, "interpret": True}
@@ -104,9 +104,7 @@ def test_products_of_float32_are_of_float32(dtype: str, exact: bool) -> None:
     """A TPU would multiply them in one bfloat16 pass; Flax sets no other default."""
     x = jnp.zeros((1, 2, 4, 4, 16), dtype)
     weight, bias = jnp.zeros((8, 16, 1, 1, 1), dtype), jnp.zeros(8, dtype)
-    context = OpContext(
-        mesh=None, platform="tpu", attention=AttentionPolicy(), records=[]
-    )
+    context = OpContext(mesh=None, platform="tpu", records=[])
 
     def run(x: Any) -> Any:
         short = pointwise(context, x, weight, bias)
@@ -141,7 +139,6 @@ def test_the_kernel_leaves_phantoms_out(
         context = OpContext(
             mesh=None,
             platform="tpu",
-            attention=AttentionPolicy(),
             space=space,
             records=[],
         )

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import tpuport
-from tests.core.spec.toys import Heard, installed_toy
+from tests.core.heard import Heard, installed_toy
 from tests.processes import run_python
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import CHIPS

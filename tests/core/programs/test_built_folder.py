@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import tpuport
-from tests.core.spec.toys import Heard, installed_toy
+from tests.core.heard import Heard, installed_toy
 from tpuport.core.files.sealed_json import write_document
 from tpuport.core.plan.abstract_programs import abstract_programs
 from tpuport.core.plan.build_ahead import CompileError, build

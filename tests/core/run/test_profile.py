@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tpuport
-from tests.core.spec.toys import Heard, installed_toy
+from tests.core.heard import Heard, installed_toy
 from tpuport.core.run.executor import Executor
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage

@@ -66,7 +66,7 @@ class Model(torch.nn.Module):
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Within 1e-6 of the largest value: scaled blocks reach 10, where float32 has 1e-6."""
+    """Within 1e-6 of the largest value, which of scaled blocks is 10."""
     bound = 1e-6 * max(1.0, expected.abs().max().item())
     return bool(torch.allclose(found, expected, rtol=0, atol=bound))
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.core.spec.toys import Heard, installed_toy
+from tests.core.heard import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport import plugins
 from tpuport.core.programs.program_key import port_packages, session_fields

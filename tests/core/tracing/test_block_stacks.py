@@ -22,9 +22,11 @@ from tests.core.tracing.towers import (
     Tower,
     arrays,
     call,
+    captured,
     inputs_of,
     plain,
     port,
+    resumed,
     scans,
     tower,
 )
@@ -325,15 +327,15 @@ def test_what_a_block_returns_besides_its_state() -> None:
 def test_a_forward_is_cut_at_its_last_block(where: Where) -> None:
     module = tower(count=4)
     ported, weights = port(module)
-    model, inputs = ported.bind(weights), arrays(inputs_of())
-    expected = model(*inputs)[0]
+    inputs = arrays(inputs_of())
+    expected = ported.apply(weights, *inputs)[0]
 
     def full(w: Any, a: Any) -> Any:
-        return ported.bind(w).capture(SPLIT, where, *a)
+        return captured(ported, w, SPLIT, where, *a)
 
     def cached(w: Any, s: Any, a: Any) -> Any:
         # What it goes on from is the state, so the input does not count.
-        return ported.bind(w).resume(SPLIT, where, s, -a[0], *a[1:])[0]
+        return resumed(ported, w, SPLIT, where, s, -a[0], *a[1:])[0]
 
     out, state = jax.jit(full)(weights, inputs)
     np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-6)

@@ -241,13 +241,3 @@ def test_one_block_or_none_is_no_stack() -> None:
         ported, weights = port(tower(count=count))
         assert ported.stacks == ()
         assert not any("*" in name for name in weights)
-
-
-def test_a_weight_or_an_attribute_of_one_block_cannot_be_replaced() -> None:
-    ported, weights = port(tower())
-    inputs = arrays(inputs_of())
-    override = {"blocks.1.mix.weight": jnp.zeros((WIDTH, WIDTH))}
-    with pytest.raises(PluginError, match="is of one of the stacked blocks 'blocks'"):
-        ported.apply(weights, *inputs, weight_overrides=override)
-    with pytest.raises(PluginError, match=r"blocks\.0\.index is of one of the stacked"):
-        ported.apply(weights, *inputs, attributes={"blocks.0.index": 1})

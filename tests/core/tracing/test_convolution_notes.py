@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
-from tpuport.core.reports import RunReport, StageReport, words
-from tpuport.core.tracing.context import AttentionPolicy, ConvolutionRecord, OpContext
-from tpuport.core.tracing.convolution_notes import counted, joined, note, passed_over
+from tpuport.core.reports import words
+from tpuport.core.tracing.context import ConvolutionRecord, OpContext
+from tpuport.core.tracing.convolution_notes import counted, note, passed_over
 
 
 @pytest.fixture
 def context() -> OpContext:
-    return OpContext(mesh=None, platform="tpu", attention=AttentionPolicy(), records=[])
+    return OpContext(mesh=None, platform="tpu", records=[])
 
 
 def test_calls_of_one_kind_and_reason_are_counted(context: OpContext) -> None:
@@ -26,9 +25,6 @@ def test_calls_of_one_kind_and_reason_are_counted(context: OpContext) -> None:
         ("XLA", "a", 1),
         ("XLA", "b", 1),
     ]
-    # Programs are joined the same way.
-    entries = [asdict(record) for record in found]
-    assert [entry["count"] for entry in joined([*entries, *entries])] == [4, 2, 2]
 
 
 def test_what_was_noted_before_a_refusal_is_forgotten(context: OpContext) -> None:
@@ -42,27 +38,15 @@ def test_what_was_noted_before_a_refusal_is_forgotten(context: OpContext) -> Non
     ]
 
 
-def entry(implementation: str, reason: str, count: int) -> dict[str, Any]:
-    return asdict(
-        ConvolutionRecord(
+def test_calls_are_told_in_words() -> None:
+    def told(implementation: str, reason: str, count: int) -> str:
+        record = ConvolutionRecord(
             call="convolution",
             implementation=implementation,
             reason=reason,
             count=count,
         )
-    )
+        return words(asdict(record))
 
-
-def test_a_run_s_report_has_all_of_them() -> None:
-    ran = (entry("k", "", 40), entry("XLA", "too wide", 1))
-    stage = StageReport(
-        stage="decode", backend="tpuport", unit="chunk", total_seconds=1.0,
-        convolutions=ran,
-    )  # fmt: skip
-    report = RunReport(
-        model="m", variant="v", weights="w", platform="tpu", mesh="dp=1", devices=1,
-        dtype="float32", blocks="native", stages=(stage,), total_seconds=1.0,
-        peak_host_bytes=0, peak_device_bytes=None,
-    )  # fmt: skip
-    assert report.as_dict()["stages"][0]["convolutions"] == ran
-    assert words(ran[0]) == "40 convolutions by k"
+    assert told("k", "", 40) == "40 convolutions by k"
+    assert told("XLA", "too wide", 1) == "1 convolution by XLA: too wide"

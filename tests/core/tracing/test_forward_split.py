@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers import CogVideoXTransformer3DModel
 
-from tests.models.cogvideox.test_components import transformer_inputs
-from tests.models.conftest import FORMS, make_transformer
-from tests.sweeps import sweep
-from tpuport.core.arrays import to_numpy
-from tpuport.core.layers.model_runtime import model_runtime
+from tests.core.tracing.towers import arrays, call, captured, port, resumed
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.errors import PluginError
-from tpuport.models.cogvideox.plugin import PORT
 
 BLOCKS = ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",))
 BOTH_LISTS = ForwardSplit(
@@ -31,72 +25,74 @@ BOTH_LISTS = ForwardSplit(
 WHERE: tuple[Where, ...] = ("before_last", "after_last")
 
 
-def arrays(tree: Any) -> Any:
-    """Tensors as JAX arrays."""
-    return jax.tree.map(lambda leaf: jnp.asarray(to_numpy(leaf)), tree)
+# --------------------------------------------------- a real transformer, traced to JAX
 
 
-def ported(module: torch.nn.Module) -> tuple[PortedModule, dict[str, jax.Array]]:
-    runtime = model_runtime(
-        mesh=None, platform="cpu", patches=PORT.patches, overrides=PORT.overrides
-    )
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return PortedModule(module, runtime), arrays(tensors)
+class Plain(torch.nn.Module):
+    """CogVideoX's transformer, called with tensors alone."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = CogVideoXTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=8,
+            text_embed_dim=8,
+            num_layers=layers,
+            sample_width=8,
+            sample_height=4,
+            sample_frames=5,
+            max_text_seq_length=6,
+        ).eval()
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, t: torch.Tensor) -> Any:
+        return self.model(x, text, t, return_dict=False)[0]
 
 
-# ------------------------------------------------- real transformers, traced to JAX
+OF_PLAIN = ForwardSplit(blocks=("model.transformer_blocks",), head=("hidden_states",))
 
 
-@pytest.mark.parametrize(
-    ("form", "batch"),
-    # Every form, and every size of a batch.
-    sweep(
-        [(form, 1 + n % 2) for n, form in enumerate(FORMS)],
-        itertools.product(FORMS, [1, 2]),
-    ),
-)
-def test_capturing_changes_nothing_and_resuming_gives_the_same(
-    form: str, batch: int
-) -> None:
-    program, weights = ported(make_transformer(form))
-    inputs = arrays(transformer_inputs(form, batch))
-
-    def plain(w: Any, x: Any) -> jax.Array:
-        return program.bind(w)(**x, return_dict=False)[0]
-
-    expected = jax.jit(plain)(weights, inputs)
-    for where in WHERE:
-
-        def full(w: Any, x: Any, where: Where = where) -> Any:
-            return program.bind(w).capture(BLOCKS, where, **x, return_dict=False)
-
-        def cached(w: Any, s: Any, x: Any, where: Where = where) -> jax.Array:
-            model = program.bind(w)
-            return model.resume(BLOCKS, where, s, **x, return_dict=False)[0]
-
-        (out,), state = jax.jit(full)(weights, inputs)
-        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
-        assert set(state) == set(BLOCKS.names(where))
-        again = jax.jit(cached)(weights, state, inputs)
-        np.testing.assert_allclose(again, expected, rtol=0, atol=1e-6)
-        # The state is used, all of it, and nothing but the state.
-        for name in state:
-            other = {**state, name: state[name][..., ::-1]}
-            moved = jax.jit(cached)(weights, other, inputs)
-            assert float(abs(moved - expected).max()) > 1e-3
-        noise = {**inputs, "hidden_states": -inputs["hidden_states"]}
-        same = jax.jit(cached)(weights, state, noise)
-        np.testing.assert_array_equal(same, again)
+def ported(layers: int = 2) -> tuple[PortedModule, dict[str, jax.Array]]:
+    return port(Plain(layers), ())
 
 
-def test_capturing_adds_no_rounding() -> None:
+def given() -> tuple[jax.Array, ...]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 2, 4, 4, 8, generator=generator)
+    text = torch.randn(2, 6, 8, generator=generator)
+    return arrays((x, text, torch.tensor([500, 500])))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_capturing_changes_nothing_and_resuming_gives_the_same(where: Where) -> None:
+    program, weights = ported()
+    inputs = given()
+    expected = call(program, weights, *inputs)
+
+    def full(w: Any, x: Any) -> Any:
+        return captured(program, w, OF_PLAIN, where, *x)
+
+    def cached(w: Any, s: Any, x: Any) -> Any:
+        return resumed(program, w, OF_PLAIN, where, s, *x)
+
+    out, state = jax.jit(full)(weights, inputs)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+    assert set(state) == set(OF_PLAIN.names(where))
+    again = jax.jit(cached)(weights, state, inputs)
+    np.testing.assert_allclose(again, expected, rtol=0, atol=1e-6)
+    # The state is used, all of it, and nothing but the state.
+    for name in state:
+        other = {**state, name: state[name][..., ::-1]}
+        moved = jax.jit(cached)(weights, other, inputs)
+        assert float(abs(moved - expected).max()) > 1e-3
+    same = jax.jit(cached)(weights, state, (-inputs[0], *inputs[1:]))
+    np.testing.assert_array_equal(same, again)
     # Not compiled: the same operations one by one, so the same bits.
-    program, weights = ported(make_transformer("5b"))
-    model, inputs = program.bind(weights), arrays(transformer_inputs("5b", 2))
-    (expected,) = model(**inputs, return_dict=False)
-    for where in WHERE:
-        (out,), _ = model.capture(BLOCKS, where, **inputs, return_dict=False)
-        np.testing.assert_array_equal(out, expected)
+    out, _ = captured(program, weights, OF_PLAIN, where, *inputs)
+    np.testing.assert_array_equal(out, program.apply(weights, *inputs))
 
 
 def products(function: Callable[..., Any], *args: Any) -> int:
@@ -108,23 +104,23 @@ def products(function: Callable[..., Any], *args: Any) -> int:
 
 def test_a_resumed_forward_compiles_to_what_it_needs() -> None:
     counts: dict[tuple[int, str], int] = {}
+    inputs = given()
     for layers in (2, 4):
-        program, weights = ported(make_transformer("5b", num_layers=layers))
-        inputs = arrays(transformer_inputs("5b", 1))
+        program, weights = ported(layers)
 
         def plain(w: Any, x: Any, program: PortedModule = program) -> Any:
-            return program.bind(w)(**x, return_dict=False)
+            return program.apply(w, *x)
 
         counts[layers, "plain"] = products(plain, weights, inputs)
         for where in WHERE:
 
             def full(w: Any, x: Any, p: Any = program, where: Where = where) -> Any:
-                return p.bind(w).capture(BLOCKS, where, **x, return_dict=False)
+                return captured(p, w, OF_PLAIN, where, *x)
 
             def cached(
                 w: Any, s: Any, x: Any, p: Any = program, where: Where = where
             ) -> Any:
-                return p.bind(w).resume(BLOCKS, where, s, **x, return_dict=False)
+                return resumed(p, w, OF_PLAIN, where, s, *x)
 
             _, state = jax.eval_shape(full, weights, inputs)
             counts[layers, where] = products(cached, weights, state, inputs)
@@ -201,7 +197,9 @@ def hunyuan_15() -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def cogvideox() -> tuple[torch.nn.Module, dict[str, Any]]:
-    return make_transformer("5b", num_layers=3), dict(transformer_inputs("5b", 2))
+    names = ("hidden_states", "encoder_hidden_states", "timestep")
+    inputs = (torch.from_numpy(np.array(x)) for x in given())
+    return Plain(layers=3).model, dict(zip(names, inputs, strict=True))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 
 from tpuport.core import compat
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import (
     OpOverride,
     inspect_overrides,
@@ -21,7 +21,7 @@ from tpuport.core.tracing.op_overrides import (
 )
 from tpuport.errors import OpConflictError
 
-CONTEXT = OpContext(mesh=None, platform="cpu", attention=AttentionPolicy(), records=[])
+CONTEXT = OpContext(mesh=None, platform="cpu", records=[])
 RELU = "torch.nn.functional.relu"
 ATEN = "torch.ops.aten.relu"
 

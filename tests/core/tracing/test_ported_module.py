@@ -89,7 +89,6 @@ def test_it_is_the_same_function_as_torchs(toy: Toy, ported: PortedModule) -> No
         expected = toy(X, extra={"more": X})
     call = jax.jit(lambda w, x: ported.apply(w, x, extra={"more": x}))
     assert_same(call(weights, x), expected)
-    assert_same(ported.bind(weights)(x, extra={"more": x}), expected)
 
 
 def test_the_weights_given_are_used_for_every_name_of_a_tied_one(
@@ -104,31 +103,12 @@ def test_the_weights_given_are_used_for_every_name_of_a_tied_one(
     assert_same(found, expected)
 
 
-def test_another_method_and_nested_results(ported: PortedModule) -> None:
-    x = jnp.asarray(X.numpy())
-    double, rest = ported.apply(weights_of(ported), x, method="twice")
+def test_other_code_and_nested_results(ported: PortedModule) -> None:
+    weights, x = weights_of(ported), jnp.asarray(X.numpy())
+    double, rest = ported.call(weights, lambda x: ported.module.twice(x), x)
     assert isinstance(double, jax.Array)
     assert_same(double, 2 * X)
     assert_same(rest["same"], X)
-
-
-def test_weights_and_attributes_can_be_replaced_for_one_call(
-    toy: Toy, ported: PortedModule
-) -> None:
-    weights, x = weights_of(ported), jnp.asarray(X.numpy())
-    plain = ported.apply(weights, x)
-    found = ported.apply(
-        weights,
-        x,
-        weight_overrides={"table": 10 * weights["table"]},
-        attributes={"factor": 4.0, "inner.0.in_features": 1},
-    )
-    assert (toy.factor, toy.inner[0].in_features) == (2.0, 6)
-    toy.factor = 4.0
-    with torch.no_grad():
-        assert_same(found, 10 * toy.eval()(X))
-    toy.factor = 2.0
-    assert jnp.array_equal(ported.apply(weights, x), plain)
 
 
 def test_the_module_is_as_before_also_after_an_error(
@@ -140,13 +120,8 @@ def test_the_module_is_as_before_also_after_an_error(
     embed, x = toy.embed.weight, jnp.asarray(X.numpy())
     ported.apply(weights_of(ported), x)
     with pytest.raises(RuntimeError, match="upstream failed"):
-        ported.apply(weights_of(ported), x, method="fail", attributes={"factor": 9.0})
-    with pytest.raises(AttributeError, match="missing"):
-        ported.apply(
-            weights_of(ported), x, attributes={"factor": 9.0, "inner.missing": 1}
-        )
+        ported.call(weights_of(ported), lambda x: ported.module.fail(x), x)
     assert [child.training for child in toy.modules()] == flags
-    assert toy.factor == 2.0
     assert toy.embed.weight is embed
     assert toy.head.weight is embed
     assert all(torch.equal(v, before[k]) for k, v in toy.state_dict().items())

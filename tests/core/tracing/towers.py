@@ -12,7 +12,7 @@ import torch
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.core.tracing.ported_module import PortedModule
 
 WIDTH = 6
@@ -91,11 +91,10 @@ def inputs_of(batch: int = 2) -> tuple[torch.Tensor, ...]:
 
 
 def port(
-    module: torch.nn.Module, stacked: Any = ("blocks",), model: ModelPort | None = None
+    module: torch.nn.Module, stacked: Any = ("blocks",)
 ) -> tuple[PortedModule, dict[str, jax.Array]]:
-    """The module on one device with its own weights, and what ``model`` changes."""
-    changes = {"patches": model.patches, "overrides": model.overrides} if model else {}
-    runtime = model_runtime(mesh=None, platform="cpu", **changes)
+    """The module on one device with its own weights."""
+    runtime = model_runtime(mesh=None, platform="cpu")
     ported = PortedModule(module, runtime, stacked)
     tensors = ported.tensors()
     weights: dict[str, jax.Array] = {}
@@ -111,6 +110,38 @@ def arrays(tensors: tuple[torch.Tensor, ...]) -> tuple[jax.Array, ...]:
 
 def call(ported: PortedModule, weights: Any, *inputs: Any) -> Any:
     return jax.jit(lambda w, args: ported.apply(w, *args))(weights, inputs)
+
+
+def captured(
+    ported: PortedModule, weights: Any, split: ForwardSplit, where: Where, *inputs: Any
+) -> tuple[Any, dict[str, jax.Array]]:
+    """What forward gives, and the state at ``where``."""
+
+    def run(given: Any) -> Any:
+        with capture(ported.module, split, where) as state:
+            out = ported.module(*given)
+        return out, dict(state)
+
+    found: tuple[Any, dict[str, jax.Array]] = ported.call(weights, run, inputs)
+    return found
+
+
+def resumed(
+    ported: PortedModule,
+    weights: Any,
+    split: ForwardSplit,
+    where: Where,
+    state: Any,
+    *inputs: Any,
+) -> Any:
+    """What forward gives if it goes on from a state."""
+
+    def run(given: Any) -> Any:
+        state, inputs = given
+        with resume(ported.module, split, where, state):
+            return ported.module(*inputs)
+
+    return ported.call(weights, run, (state, inputs))
 
 
 def scans(function: Callable[..., Any], *args: Any) -> list[int]:

@@ -474,7 +474,8 @@ class PipelineFolder:
             how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}
             for name, (library, class_name) in self.components().items():
                 found = self.component_class(name, library, class_name)
-                if reads_otherwise(found, self.folder / name):
+                own = reads_otherwise(found, self.folder / name)
+                if own or _of_transformers(found):
                     how[name] = self.part(name, dtype)
             return cls.from_pretrained(self.folder, local_files_only=True, **how)
         parts = {name: self.part(name, dtype) for name in self.components()}
@@ -487,7 +488,23 @@ class PipelineFolder:
         how = {"torch_dtype": dtype, "use_safetensors": True} if is_module else {}
         if reads_otherwise(found, self.folder / name):
             found = transformers.PreTrainedTokenizerFast
-        return found.from_pretrained(self.folder / name, local_files_only=True, **how)
+        place = self.folder / name
+        if not _of_transformers(found):
+            return found.from_pretrained(place, local_files_only=True, **how)
+        # Transformers fills in a weight that is missing, with random numbers.
+        made, told = found.from_pretrained(
+            place, local_files_only=True, output_loading_info=True, **how
+        )
+        for missing in sorted(told["missing_keys"]):
+            raise WeightsError(
+                f"{self.reference}: {name}/ has no weight {missing}, which "
+                f"{found.__name__} needs"
+            )
+        return made
+
+
+def _of_transformers(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)
 
 
 def takes(pipeline: Any, given: Media) -> bool:

@@ -149,7 +149,7 @@ class ModuleWeights:
     def _runtime(self) -> Runtime:
         floats = {t.dtype for t in _named_tensors(self.module).values()}
         halves = {torch.bfloat16, torch.float16}
-        return self.target.runtime(exact=not floats & halves)
+        return self.target.runtime(self.name, exact=not floats & halves)
 
     def _rebuild(self, blocks: tuple[StackedBlocks, ...]) -> None:
         """Take ``blocks`` as the stacks; programs with other stacks are gone."""

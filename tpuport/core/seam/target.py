@@ -12,7 +12,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.core.enums import Blocks
+from tpuport.core.enums import Blocks, denoises
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.programs.executable_files import Entry
 from tpuport.core.programs.jax_cache import persistent_cache
@@ -61,6 +61,8 @@ class Target:
         patches: on upstream code, applied while tracing.
         overrides: of torch operators.
         implementation: of attention.
+        alone: for one module, whose attention has all options that were asked for; of a
+            pipeline the options are for what denoises.
         claims: what a plugin knows of components, by name.
         blocks: those in place.
         general: for a component that is not as the plugin knows it.
@@ -77,6 +79,7 @@ class Target:
     built: ModulePrograms | None = None
     blocks: Blocks = Blocks.UPSTREAM
     implementation: AttentionChoice = AttentionChoice()
+    alone: bool = False
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:
@@ -92,14 +95,22 @@ class Target:
         alone = self.mesh.size == 1 and self.mesh.devices.flat[0].platform != "tpu"
         return claim is not None and claim.space and not alone
 
-    def runtime(self, *, exact: bool) -> Runtime:
-        """A tracing environment; ``exact`` asks for float32 products in full."""
+    def runtime(self, name: str, *, exact: bool) -> Runtime:
+        """The tracing environment of a module.
+
+        Args:
+            name: of the module, or of a part.
+            exact: float32 products in full.
+        """
+        choice = self.implementation
         return model_runtime(
             mesh=self.mesh,
             platform=str(self.mesh.devices.flat[0].platform),
             patches=self.patches,
             overrides=self.overrides,
-            attention_implementation=self.implementation,
+            attention_implementation=(
+                choice if self.alone or denoises(name) else choice.plain
+            ),
             matmul_precision="highest" if exact else None,
         )
 

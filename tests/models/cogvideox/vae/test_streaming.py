@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.core.spec.toys import Heard
+from tests.core.heard import Heard
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.run.frame_delivery import Delivery
 

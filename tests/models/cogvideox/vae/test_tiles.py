@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.core.spec.toys import Heard
+from tests.core.heard import Heard
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.run import executor as executors
