@@ -13,7 +13,7 @@ import pytest
 from tests.cli.tools import Ran
 from tests.measure import faults, places, wrong_files
 from tests.measure.faults import KINDS, Outcome, drawn, main
-from tests.measure.verdicts import of_end, of_leftovers, of_named, of_pair
+from tests.measure.places import of_end, of_leftovers, of_named, of_pair
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
 
@@ -79,7 +79,7 @@ def test_a_trial_tells_what_a_command_left(
     (place.base / "denoised").mkdir(parents=True)
     (place.base / "denoised" / "run.json").write_text("{}")
     monkeypatch.setattr(places, "call", worst)
-    trial = wrong_files._run_directory(place, random.Random(0))
+    trial = wrong_files.run_folder(place, random.Random(0))
     assert trial.showed == "refused"
     assert "exit code 1 with 0 lines of error" in trial.wrong
     assert f"{place.folder / '.tpuport-x'} is left" in trial.wrong

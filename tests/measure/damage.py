@@ -1,7 +1,7 @@
-"""Damage to what tpuport reads: JSON documents, seals, checkpoints.
+"""Damage to what tpuport reads: JSON documents, seals, files.
 
-Every function is cheap and gives the same damage for the same arguments, so that a run
-of thousands can be repeated by its seed.
+Every function gives the same damage for the same arguments, so that a run of thousands
+can be repeated by its seed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,8 @@ from tpuport.core.files.sealed_json import document_checksum
 
 #: What is put in the place of a value: other types, empty and huge ones.
 VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    "",
-    "no such word",
-    -1,
-    10**8,
-    10**30,
-    0.5,
-    [],
-    ["x"],
-    [[]],
-    {},
-    {"x": 1},
+    *(None, True, "", "no such word", -1, 10**8, 10**30, 0.5),
+    *([], ["x"], [[]], {}, {"x": 1}),
 )
 #: In place of a missing value.
 MISSING = "<missing>"
@@ -46,7 +35,7 @@ class Damage(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The field in words, such as ``stages.encode.sha256``."""
+        """The field in words, such as ``asked.mesh``."""
         return ".".join(map(str, self.where))
 
     def __str__(self) -> str:
@@ -108,23 +97,27 @@ def reseal(file: Path, document: Mapping[str, Any]) -> None:
 def sample(
     found: Iterator[Damage], count: int, rng: random.Random | None = None
 ) -> list[Damage]:
-    """Some damages: evenly spaced ones, or drawn by ``rng``."""
+    """At most so many damages: evenly spaced ones, or drawn by ``rng``."""
     listed = list(found)
-    if len(listed) <= count:
-        return listed
     if rng is not None:
-        return rng.sample(listed, count)
-    return listed[:: -(-len(listed) // count)]
+        return rng.sample(listed, min(count, len(listed)))
+    return listed[:: max(-(-len(listed) // count), 1)]
 
 
-def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
-    """A file cut short, emptied, grown, or with four wrong bytes somewhere."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return data[: rng.randrange(len(data))]
-    if kind == 1:
-        return b""
-    if kind == 2:
-        return data + bytes(rng.randrange(256) for _ in range(64))
+def damage_file(path: Path, rng: random.Random) -> str:
+    """Replace a file by other bytes, a folder or nothing; says which."""
+    how = rng.choice(("cut", "empty", "grown", "other bytes", "a folder", "nothing"))
+    data = path.read_bytes()
+    path.unlink()
     at = rng.randrange(max(len(data) - 4, 1))
-    return data[:at] + bytes(rng.randrange(256) for _ in range(4)) + data[at + 4 :]
+    made = {
+        "cut": data[:at],
+        "empty": b"",
+        "grown": data + rng.randbytes(64),
+        "other bytes": data[:at] + rng.randbytes(4) + data[at + 4 :],
+    }
+    if how == "a folder":
+        path.mkdir()
+    elif how in made:
+        path.write_bytes(made[how])
+    return how

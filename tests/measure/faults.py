@@ -10,9 +10,9 @@ what must hold.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -20,14 +20,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from tests.measure.places import Trial
+from typing import Any, NamedTuple
 
 #: The function of each kind of trial, and how many of it are in ten. They are imported
 #: in the process that tries: this one outlives that one.
@@ -37,10 +34,8 @@ KINDS = {
     "bad checkpoints": ("tests.measure.wrong_files:checkpoints", 3),
     "full disks": ("tests.measure.wrong_files:disks", 2),
 }
-
 #: Seconds that one trial may take, and that the first compile may.
-PATIENCE, PREPARING = 180, 900
-
+PATIENCE, PREPARING = 240, 900
 #: Programs are compiled quickly; what is tried is not how fast they are.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -63,22 +58,16 @@ class Outcome(NamedTuple):
 def drawn(seed: int, number: int, only: str | None = None) -> tuple[str, random.Random]:
     """The kind of a trial, and what its other choices are drawn from."""
     rng = random.Random(f"{seed}/{number}")
-    weights = [share for _, share in KINDS.values()]
-    (kind,) = rng.choices(list(KINDS), weights)
+    (kind,) = rng.choices(list(KINDS), [share for _, share in KINDS.values()])
     return only or kind, rng
 
 
-def try_once(
-    base: Path, folder: Path, seed: int, number: int, only: str | None
-) -> Trial:
+def try_once(base: Path, folder: Path, kind: str, rng: random.Random) -> Any:
     """Make one trial, in this process."""
     from tests.measure.places import Place
 
-    kind, rng = drawn(seed, number, only)
     module, name = KINDS[kind][0].split(":")
-    function: Callable[[Place, random.Random], Trial]
-    function = getattr(importlib.import_module(module), name)
-    return function(Place(base, folder), rng)
+    return getattr(importlib.import_module(module), name)(Place(base, folder), rng)
 
 
 def prepare(base: Path, folder: Path) -> None:
@@ -88,88 +77,63 @@ def prepare(base: Path, folder: Path) -> None:
     Place(base, folder).prepare()
 
 
-def _serve(calls: Connection) -> None:
-    """Do what is asked for, one call after the other."""
-    with contextlib.suppress(EOFError):
-        while True:
-            try:
-                answer = calls.recv()()
-            except Exception:
-                answer = traceback.format_exc()
-            calls.send(answer)
-
-
 class Worker:
     """A process that tries; one that dies or hangs is told, and replaced."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._start()
-
-    def _start(self) -> None:
-        self._calls, other = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(other,))
-        self._process.start()
-        other.close()
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
     def call(self, function: Callable[[], object], patience: float) -> object:
         """What a function returns there; a text says why there is nothing."""
-        self._calls.send(function)
-        died = f"no answer in {patience:g} s"
+        asked = self._pool.submit(function)
+        (process,) = self._pool._processes.values()
         try:
-            if self._calls.poll(patience):
-                return self._calls.recv()
-        except (EOFError, ConnectionError):
-            self._process.join()
-            died = f"the process died with code {self._process.exitcode}"
-        self.close()
-        self._start()
-        return died
+            return asked.result(patience)
+        except BrokenProcessPool:
+            process.join()
+            said = f"the process died with code {process.exitcode}"
+        except TimeoutError:
+            process.kill()
+            said = f"no answer in {patience:g} s"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        self._pool.shutdown()
+        self.__init__()  # type: ignore[misc]
+        return said
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.join()
-        self._calls.close()
-
-
-@contextlib.contextmanager
-def _trial_folder(base: Path, number: int) -> Iterator[Path]:
-    folder = base / f"trial-{number}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        # A trial that died leaves its disk.
-        if os.path.ismount(folder / "small"):
-            subprocess.run(["umount", "-l", folder / "small"], check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+        self._pool.shutdown()
 
 
 def trials(
     seed: int, numbers: Iterator[int], seconds: float, only: str | None = None
 ) -> Iterator[Outcome]:
-    """Trials until the time has passed or the numbers end."""
+    """Trials until the time has passed or the numbers end.
+
+    Raises:
+        RuntimeError: nothing could be made to start from.
+    """
     os.environ.update(ENVIRONMENT)
     worker = Worker()
-    try:
-        with tempfile.TemporaryDirectory(prefix="tpuport-faults-") as made:
-            base, top = Path(made, "base"), Path(made)
-            if said := worker.call(functools.partial(prepare, base, top), PREPARING):
-                raise RuntimeError(said)
-            until = time.monotonic() + seconds
-            for number in numbers:
-                if time.monotonic() > until:
-                    return
-                with _trial_folder(top, number) as folder:
-                    task = functools.partial(try_once, base, folder, seed, number, only)
-                    found = worker.call(task, PATIENCE)
-                kind, _ = drawn(seed, number, only)
-                if isinstance(found, str):
-                    yield Outcome(number, kind, "?", "nothing", [found])
-                else:
-                    yield Outcome(number, kind, *found)  # type: ignore[misc]
-    finally:
+    with tempfile.TemporaryDirectory(prefix="tpuport-faults-") as made:
+        base, top = Path(made, "base"), Path(made)
+        if said := worker.call(functools.partial(prepare, base, top), PREPARING):
+            raise RuntimeError(said)
+        until = time.monotonic() + seconds
+        for number in itertools.takewhile(lambda _: time.monotonic() < until, numbers):
+            kind, rng = drawn(seed, number, only)
+            folder = top / f"trial-{number}"
+            folder.mkdir()
+            task = functools.partial(try_once, base, folder, kind, rng)
+            found = worker.call(task, PATIENCE)
+            if isinstance(found, str):
+                found = ("?", "nothing", [found])
+            # A trial that died leaves its disk.
+            if os.path.ismount(folder / "small"):
+                subprocess.run(["umount", "-l", folder / "small"], check=False)
+            shutil.rmtree(folder, ignore_errors=True)
+            yield Outcome(number, kind, *found)  # type: ignore[misc]
         worker.close()
 
 
@@ -180,11 +144,8 @@ def table(outcomes: Sequence[Outcome], seed: int) -> str:
         mine = [outcome for outcome in outcomes if outcome.kind == kind]
         wrong = sum(bool(outcome.wrong) for outcome in mine)
         rows.append(f"{kind:18}{len(mine):7}{len(mine) - wrong:7}{wrong:14}")
-        showed = sorted({outcome.showed for outcome in mine})
-        rows += [
-            f"  {sum(outcome.showed == one for outcome in mine)} {one}"
-            for one in showed
-        ]
+        showed = [outcome.showed for outcome in mine]
+        rows += [f"  {showed.count(one)} {one}" for one in sorted(set(showed))]
     for outcome in outcomes:
         if outcome.wrong:
             again = f"--seed {seed} --trial {outcome.number}"
@@ -202,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=tuple(KINDS))
     given = parser.parse_args(argv)
     print(f"seed {given.seed}", flush=True)
-    numbers = iter(range(10**9) if given.trial is None else (given.trial,))
+    numbers = itertools.count() if given.trial is None else iter((given.trial,))
     outcomes = []
     for outcome in trials(given.seed, numbers, given.seconds, given.kind):
         outcomes.append(outcome)

@@ -11,19 +11,23 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.tools import Ran
-from tests.measure.damage import damaged, damaged_bytes, damages, reseal
-from tests.measure.places import Place, Trial
-from tests.measure.verdicts import of_end, of_leftovers, of_named, of_pair
+from tests.measure.damage import damage_file, damaged, damages, reseal
+from tests.measure.places import (
+    SMALL,
+    Place,
+    Ran,
+    Trial,
+    of_end,
+    of_leftovers,
+    of_named,
+    of_pair,
+)
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import keep_asked
-from tpuport.core.files.fingerprint import hash_output
-from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.sealed_json import sidecar_path
 
 
@@ -35,88 +39,139 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _damage(path: Path, rng: random.Random) -> str:
-    """Replace a file by damaged bytes, a folder or nothing; says which."""
-    how = rng.choice(("bytes", "bytes", "bytes", "a folder", "nothing"))
-    data = path.read_bytes()
-    path.unlink()
-    if how == "a folder":
-        path.mkdir()
-    elif how == "bytes":
-        made = damaged_bytes(data, rng)
-        path.write_bytes(made)
-        return f"{len(made)} of {len(data)} bytes"
-    return how
-
-
-# --- damaged files
+def _resealed(file: Path, rng: random.Random) -> str:
+    """Another value under the right checksum; says which."""
+    document = json.loads(file.read_text())
+    damage = rng.choice(list(damages(document, 5)))
+    reseal(file, damaged(document, damage))
+    return f"resealed {file.name} {damage}"
 
 
 def damages_of_files(place: Place, rng: random.Random) -> Trial:
-    """A damaged file of a run directory, of a sidecar or of the cache."""
-    kind = rng.choice((_run_directory, _resealed, _sidecar, _kept_run, _cache, _demo))
-    return kind(place, rng)
+    """A damaged file of a run, a sidecar or the cache."""
+    return rng.choice((run_folder, _sidecar, _kept_run, _cache))(place, rng)
 
 
-def _run_directory(place: Place, rng: random.Random) -> Trial:
+def run_folder(place: Place, rng: random.Random) -> Trial:
+    """A damaged file of a run: the run says so, or makes the same video."""
     run, video = place.own_run(), place.folder / "fox.gif"
-    file = rng.choice(_files(run))
-    how = _damage(file, rng)
+    sealed = rng.random() < 0.5
+    file = rng.choice(sorted(run.rglob("*.json")) if sealed else _files(run))
+    what = _resealed(file, rng) if sealed else f"{file.name}: {damage_file(file, rng)}"
+    at, out = ("--run-dir", run), ("--out", video)
     command: tuple[object, ...] = rng.choice(
         (
-            ("encode", "--run-dir", run),
-            ("denoise", "--run-dir", run),
-            ("decode", "--run-dir", run, "--out", video),
-            place.generate("--run-dir", run, "--out", video),
+            ("encode", *at),
+            ("denoise", *at),
+            ("decode", *at, *out),
+            ("resume", run, *out),
+            ("generate", *SMALL, *at, *out),
         )
     )
     ran = place.call(*command)
     wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(video)
-    # Without run.json a folder is of no run, and encode needs a request.
-    wrong += of_named(ran, run, "no prompt was given")
-    if ran.code == 0 and command[0] in ("decode", "generate"):
-        wrong += place.of_video(video)
-    return Trial(f"{file.name}: {how}, {command[0]}", _outcome(ran), wrong)
+    if not sealed:
+        # Without run.json a folder is of no run, and encode needs a prompt.
+        wrong += of_named(ran, run, "no prompt was given")
+        if ran.code == 0 and out[1] in command:
+            wrong += place.of_video(video)
+    return Trial(f"{what}, {command[0]}", _outcome(ran), wrong)
 
 
-def _resealed(place: Place, rng: random.Random) -> Trial:
-    """Wrong content of right checksum; what may be is used."""
-    run, video = place.own_run(), place.folder / "fox.gif"
-    file, what = run / "run.json", "run.json"
-    document = json.loads(file.read_text())
+def _sidecar(place: Place, rng: random.Random) -> Trial:
+    """A damaged video or sidecar is named by ``replay``."""
+    video, again = place.folder / "fox.gif", place.folder / "again.gif"
+    sidecar = sidecar_path(video)
+    for file in (video, sidecar):
+        shutil.copy(place.base / file.name, file)
     if rng.random() < 0.5:
-        damage = rng.choice(list(damages(document, 6)))
-        what += f" {damage}"
-        document = damaged(document, damage)
+        what = _resealed(sidecar, rng)
     else:
-        stage = rng.choice(("encode", "denoise"))
-        entry = document["stages"][stage]
-        tensors = run / entry["file"]
-        what = f"{tensors.name} {_other_tensors(tensors, rng)}"
-        entry["sha256"], entry["bytes"] = hash_output(tensors)
-        if rng.random() < 0.5:
-            entry["tensors"] = {
-                name: {"shape": list(value.shape), "dtype": str(value.dtype)[6:]}
-                for name, value in load_file(tensors).items()
-            }
-    reseal(file, document)
-    stage = rng.choice(("denoise", "decode"))
-    out = ("--out", video) if stage == "decode" else ()
-    ran = place.call(stage, "--run-dir", run, *out)
+        file = rng.choice((video, sidecar))
+        what = f"{file.name}: {damage_file(file, rng)}"
+    ran = place.call("replay", rng.choice((video, sidecar)), "--out", again)
+    wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(again)
+    wrong += of_named(ran, video.name)
+    return Trial(f"{what}, replay", _outcome(ran), wrong)
+
+
+def _kept_run(place: Place, rng: random.Random) -> Trial:
+    """A damaged run in the cache is listed, gone on with or named, and removed."""
+    cache, video = place.cache, place.folder / "fox.gif"
+    run = Path(shutil.copytree(place.base / "denoised", cache / "runs" / "kept"))
+    (run / ".lock").write_text("1")
+    keep_asked(run, Settings(), str(video))
+    sealed = rng.random() < 0.5
+    if sealed:
+        what = _resealed(run / "asked.json", rng)
+    else:
+        file = rng.choice(_files(run))
+        what = f"kept {file.name}: {damage_file(file, rng)}"
+    wrong = of_end(place.call("runs", "--json"), (0,))
+    ran = place.call("resume", "kept")
+    # A flag too: where the video or the report goes may be what cannot be.
+    wrong += of_end(ran) + of_named(ran, "kept", "--out", "--report")
+    wrong += of_leftovers(place.folder) + of_pair(video)
+    if ran.code == 0 and not sealed:
+        wrong += place.of_video(video)
+    wrong += of_end(place.call("runs", "clean", "--all"), (0,))
+    wrong += [f"runs clean left {left}" for left in (cache / "runs").iterdir()]
+    return Trial(f"{what}, resume", _outcome(ran), wrong)
+
+
+def _cache(place: Place, rng: random.Random) -> Trial:
+    """A damaged program is compiled again; a damaged demo is made again, or named."""
+    cache, video = place.own_cache(), place.folder / "fox.gif"
+    part = cache / rng.choice(("compiled", "demo"))
+    if rng.random() < 0.2:
+        file = rng.choice([part, *(path for path in part.rglob("*") if path.is_dir())])
+        shutil.rmtree(file)
+        file.write_text("a file")
+        how = "a file in place of a folder"
+    else:
+        file = rng.choice(_files(part))
+        how = damage_file(file, rng)
+    ran = place.call(*place.generate("--out", video), cache=cache)
+    wrong = of_end(ran) + of_leftovers(place.folder) + of_named(ran, cache)
+    wrong += of_pair(video) + (place.of_video(video) if ran.code == 0 else [])
+    return Trial(f"cache {file.relative_to(cache)}: {how}", _outcome(ran), wrong)
+
+
+def checkpoints(place: Place, rng: random.Random) -> Trial:
+    """One edit of a checkpoint: a line, or a video.
+
+    Another value that may be, of a config or of a weight, makes another video.
+    """
+    weights = Path(shutil.copytree(place.demo, place.folder / "weights"))
+    edit = rng.choice((_config, _config, _tensor, _index, _any_file))
+    what = edit(weights, rng)
+    video = place.folder / "fox.gif"
+    ran = place.call(*place.generate("--weights", weights, "--out", video))
     wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(video)
-    return Trial(f"resealed {what}, {stage}", _outcome(ran), wrong)
+    wrong += of_named(ran, weights, *(path.name for path in weights.iterdir()))
+    showed = _outcome(ran)
+    if ran.code == 0 and place.of_video(video):
+        showed = "another video"
+    return Trial(what, showed, wrong)
 
 
-def _other_tensors(file: Path, rng: random.Random) -> str:
-    """Other tensors in a file; says which."""
+def _config(weights: Path, rng: random.Random) -> str:
+    file = rng.choice(sorted(weights.rglob("*.json")))
+    document = json.loads(file.read_text())
+    damage = rng.choice(list(damages(document, 3)))
+    file.write_text(json.dumps(damaged(document, damage)))
+    return f"{file.relative_to(weights)} {damage}"
+
+
+def _tensor(weights: Path, rng: random.Random) -> str:
+    file = rng.choice(sorted(weights.rglob("*.safetensors")))
     tensors = load_file(file)
     name = rng.choice(sorted(tensors))
     found = tensors[name]
-    how = rng.choice(("NaN", "dtype", "shape", "missing", "extra", "empty", "huge"))
-    if how == "NaN":
-        found.view(-1)[rng.randrange(found.numel())] = float("nan")
-    elif how == "huge":
-        found.view(-1)[rng.randrange(found.numel())] = 1e30
+    how = rng.choice(("NaN", "huge", "dtype", "shape", "missing", "extra", "empty"))
+    if how in ("NaN", "huge"):
+        value = float("nan") if how == "NaN" else 1e30
+        found.view(-1)[rng.randrange(found.numel())] = value
     elif how == "dtype":
         kinds = (torch.int32, torch.bool, torch.float64, torch.uint8, torch.float16)
         tensors[name] = found.to(rng.choice(kinds))
@@ -129,168 +184,42 @@ def _other_tensors(file: Path, rng: random.Random) -> str:
         del tensors[name]
     else:
         tensors["extra"] = torch.zeros(3)
-    save_file(tensors, file)
-    return f"{name} {how}"
-
-
-def _sidecar(place: Place, rng: random.Random) -> Trial:
-    video, again = place.folder / "fox.gif", place.folder / "again.gif"
-    sidecar = sidecar_path(video)
-    for file in (video, sidecar):
-        shutil.copy(place.base / file.name, file)
-    document = json.loads(sidecar.read_text())
-    if rng.random() < 0.5:
-        damage = rng.choice(list(damages(document, 5)))
-        reseal(sidecar, damaged(document, damage))
-        what = f"resealed sidecar {damage}"
-    else:
-        file = rng.choice((video, sidecar))
-        what = f"{file.name}: {_damage(file, rng)}"
-    ran = place.call("replay", rng.choice((video, sidecar)), "--out", again)
-    wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(again)
-    wrong += of_named(ran, video.name)
-    return Trial(f"{what}, replay", _outcome(ran), wrong)
-
-
-def _kept_run(place: Place, rng: random.Random) -> Trial:
-    """A damaged run in the cache is listed, gone on with or named, and removed."""
-    cache, video = place.cache, place.folder / "fox.gif"
-    run = Path(shutil.copytree(place.base / "denoised", cache / "runs" / "kept"))
-    (run / ".lock").write_text("1")
-    keep_asked(RunDirectory(run), Settings(), str(video))
-    file = run / "asked.json"
-    resealed = rng.random() < 0.5
-    if resealed:
-        document = json.loads(file.read_text())
-        damage = rng.choice(list(damages(document, 4)))
-        reseal(file, damaged(document, damage))
-        what = f"resealed asked.json {damage}"
-    else:
-        file = rng.choice((file, file, *_files(run)))
-        what = f"kept {file.name}: {_damage(file, rng)}"
-    wrong = of_end(place.call("runs", "--json"), (0,))
-    ran = place.call("resume", "kept")
-    # A flag too: where the video or the report goes may be what cannot be.
-    wrong += of_end(ran) + of_named(ran, "kept", "--out", "--report")
-    wrong += of_leftovers(place.folder)
-    wrong += of_pair(video)
-    if ran.code == 0 and not resealed:
-        wrong += place.of_video(video)
-    wrong += of_end(place.call("runs", "clean", "--all"), (0,))
-    if left := list((cache / "runs").iterdir()):
-        wrong.append(f"runs clean left {left}")
-    return Trial(f"{what}, resume", _outcome(ran), wrong)
-
-
-def _cache(place: Place, rng: random.Random) -> Trial:
-    """A damaged program is compiled again."""
-    return _with_cache(place, rng, place.own_cache(), "compiled")
-
-
-def _demo(place: Place, rng: random.Random) -> Trial:
-    """A damaged demo checkpoint is made again, or named."""
-    return _with_cache(place, rng, place.own_cache(), "demo")
-
-
-def _with_cache(place: Place, rng: random.Random, cache: Path, part: str) -> Trial:
-    video = place.folder / "fox.gif"
-    if rng.random() < 0.2:
-        folders = [path for path in (cache / part).rglob("*") if path.is_dir()]
-        file = rng.choice([cache / part, *folders])
-        shutil.rmtree(file)
-        file.write_text("a file")
-        how = "a file in place of a folder"
-    else:
-        file = rng.choice(_files(cache / part))
-        how = _damage(file, rng)
-    what = f"cache {file.relative_to(cache)}: {how}"
-    ran = place.call(*place.generate("--out", video), cache=cache)
-    wrong = of_end(ran) + of_leftovers(place.folder) + of_named(ran, cache)
-    wrong += of_pair(video) + (place.of_video(video) if ran.code == 0 else [])
-    return Trial(what, _outcome(ran), wrong)
-
-
-# --- bad checkpoints
-
-
-def checkpoints(place: Place, rng: random.Random) -> Trial:
-    """One edit of a checkpoint: a line, or the video.
-
-    Another value that may be, of a config or of a weight, makes another video. A
-    tokenizer that says other tokens is told.
-    """
-    weights = place.folder / "weights"
-    shutil.copytree(place.base / "weights", weights)
-    edit = rng.choice((_config, _config, _weights, _index, _any_file))
-    what = edit(weights, rng)
-    video = place.folder / "of-weights.gif"
-    ran = place.call(*place.generate("--weights", weights, "--out", video))
-    wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(video)
-    wrong += of_named(ran, weights, *(path.name for path in weights.iterdir()))
-    showed = _outcome(ran)
-    if ran.code == 0 and place.of_video(video):
-        showed = "another video"
-        if "tokenizer" in what and "warning" not in ran.err:
-            wrong.append("other tokens without a word")
-    return Trial(what, showed, wrong)
-
-
-def _config(weights: Path, rng: random.Random) -> str:
-    file = rng.choice(sorted(weights.rglob("*.json")))
-    document = json.loads(file.read_text())
-    damage = rng.choice(list(damages(document, 3)))
-    file.write_text(json.dumps(damaged(document, damage)))
-    return f"{file.relative_to(weights)} {damage}"
-
-
-def _weights(weights: Path, rng: random.Random) -> str:
-    file = rng.choice(sorted(weights.rglob("*.safetensors")))
-    return f"{file.relative_to(weights)} {_other_tensors(file, rng)}"
+    save_file(tensors, file, {"format": "pt"})
+    return f"{file.relative_to(weights)} {name} {how}"
 
 
 def _any_file(weights: Path, rng: random.Random) -> str:
     file = rng.choice(_files(weights))
-    return f"{file.relative_to(weights)}: {_damage(file, rng)}"
+    return f"{file.relative_to(weights)}: {damage_file(file, rng)}"
 
 
 def _index(weights: Path, rng: random.Random) -> str:
-    """An index of shards, right but for one entry."""
+    """An index of shards, right but for one value."""
     file = rng.choice(sorted(weights.rglob("*.safetensors")))
-    names = sorted(load_file(file))
-    places = dict.fromkeys(names, file.name)
-    odd = rng.choice(("../x.safetensors", "/etc/passwd", "gone.safetensors", "", 3, []))
-    document: dict[str, Any] = {"metadata": {}, "weight_map": places}
-    what = rng.choice(("entry", "missing", "map", "document", "right"))
-    if what == "entry":
-        places[rng.choice(names)] = odd
-    elif what == "missing":
-        del places[rng.choice(names)]
-    elif what == "map":
-        document["weight_map"] = odd
-    text = json.dumps(odd if what == "document" else document)
+    places = dict.fromkeys(sorted(load_file(file)), file.name)
+    document = {"metadata": {}, "weight_map": places}
+    changed = rng.choice(list(damages(document, 2)))
+    if rng.random() < 0.3:
+        places[rng.choice(list(places))] = rng.choice(("../x.safetensors", "gone"))
     index = Path(f"{file}.index.json")
-    index.write_text(text)
-    said = "" if what in ("missing", "right") else f" {odd!r}"
-    return f"{index.relative_to(weights)} {what}{said}"
-
-
-# --- disks without room
+    index.write_text(json.dumps(damaged(document, changed)))
+    return f"{index.relative_to(weights)} {changed}"
 
 
 def disks(place: Place, rng: random.Random) -> Trial:
     """A full disk, or a limit on a file's size, under what a command writes."""
     name = rng.choice(("fox.gif", "fox.mp4", "fox.webm", "frames/"))
-    target = rng.choice(("output", "run directory", "cache"))
-    limits = rng.random() < 0.4 or not _mounts(place)
+    target = rng.choice(("output", "run", "cache"))
+    limits = rng.random() < 0.4 or os.geteuid() != 0
     # From what holds nothing to what holds nearly all that is written.
-    most = {"output": 17, "run directory": 18, "cache": 24}[target]
+    most = {"output": 17, "run": 18, "cache": 24}[target]
     room = int(2 ** rng.uniform(0 if limits else 12, most))
     folder = place.folder / "small"
     folder.mkdir()
     video = (folder if target == "output" else place.folder) / name
     cache = folder / "cache" if target == "cache" else None
     args = place.generate("--out", f"{video.parent}/{name}")
-    if target == "run directory":
+    if target == "run":
         args = (*args, "--run-dir", str(folder / "run"))
     with (_limit if limits else _disk)(folder, room):
         ran = place.call(*args, cache=cache)
@@ -300,12 +229,11 @@ def disks(place: Place, rng: random.Random) -> Trial:
             wrong += place.of_video(video) + of_pair(video)
         elif os.path.lexists(video) or sidecar_path(video).exists():
             wrong.append(f"{sorted(os.listdir(video.parent))} is half written")
-    if ran.code and target == "run directory" and limits:
+    if ran.code and target == "run" and limits:
         again = place.call(*args)  # with room
         wrong += of_end(again, (0,)) + place.of_video(video)
     how = "files of at most" if limits else "a disk of"
-    what = f"{target}, {how} {room} bytes, {name}"
-    return Trial(what, _outcome(ran), wrong)
+    return Trial(f"{target}, {how} {room} bytes, {name}", _outcome(ran), wrong)
 
 
 @contextlib.contextmanager
@@ -322,26 +250,9 @@ def _limit(folder: Path, room: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _disk(folder: Path, room: int) -> Iterator[None]:
     """A disk of so many bytes, in whole pages, at ``folder``."""
-    size = f"size={room}"
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", size, "none", folder],
-        check=True,
-        capture_output=True,
-    )
+    command = ["mount", "-t", "tmpfs", "-o", f"size={room}", "none", folder]
+    subprocess.run(command, check=True, capture_output=True)
     try:
         yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def _mounts(place: Place) -> bool:
-    """Whether this process may mount a disk."""
-    folder = place.folder / "mounted"
-    folder.mkdir()
-    try:
-        with _disk(folder, 4096):
-            return True
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    finally:
-        folder.rmdir()
