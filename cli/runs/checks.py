@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
 from tpuport.cli.asked.settings import Settings
-from tpuport.core.enums import Backend, Dtype, Place, StageName
+from tpuport.core.enums import Backend, Dtype, Place, StageName, denoises
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import check_own_folder
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.component import TORCHAX
@@ -30,6 +31,8 @@ from tpuport.kernels.attention.choice import AUTO
 from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
+    import jax
+
     from tpuport.core.drive.rehearsal import Rehearsal
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.folder import PipelineFolder
@@ -268,6 +271,58 @@ def placed_here(settings: Settings, reporter: Reporter) -> PlacedMesh:
         ) from None
 
 
+def default_mesh(
+    folder: PipelineFolder,
+    devices: Sequence[jax.Device],
+    settings: Settings,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+) -> MeshSpec:
+    """The mesh where none is asked for: the pair of a guided step over dp, else sp.
+
+    The first step of a rehearsal tells whether each of the denoiser's programs has two
+    rows, or is called twice.
+
+    Args:
+        arguments: keywords of the call, the prompt included.
+
+    Raises:
+        TpuportError: as of :func:`rehearsal_of`.
+    """
+    along = MeshSpec(sp=len(devices))
+    if len(devices) % 2:
+        return along
+    placed = targets.place(along, devices, None)
+    settings = with_dtype(settings, placed)
+    given = (folder, placed, settings, arguments, reporter)
+    found = rehearsal_of(*given, quiet=True, first_step=True)
+    rows = [
+        program.by_stage[StageName.DENOISE] * max(r.query[0] for r in program.attention)
+        for program in found.programs
+        if denoises(program.component) and program.attention
+    ]
+    paired = bool(rows) and all(count % 2 == 0 for count in rows)
+    return MeshSpec(dp=2, sp=len(devices) // 2) if paired else along
+
+
+def with_mesh(
+    settings: Settings,
+    folder: PipelineFolder,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+) -> Settings:
+    """The settings with :func:`default_mesh` on this machine's chips, if it has any."""
+    import jax
+
+    devices = jax.devices()
+    by_upstream = settings.backend == Backend.DIFFUSERS
+    if settings.mesh is not None or by_upstream or devices[0].platform == "cpu":
+        return settings
+    given = _given(settings, folder, arguments)
+    mesh = default_mesh(folder, devices, settings, given, reporter)
+    return replace(settings, mesh=mesh)
+
+
 def check_target(
     settings: Settings, folder: PipelineFolder, placed: PlacedMesh
 ) -> None:
@@ -374,12 +429,14 @@ def rehearsal_of(
     reporter: Reporter,
     *,
     quiet: bool = False,
+    first_step: bool = False,
 ) -> Rehearsal:
     """The run as ``tpuport generate`` does it on a mesh; only configs are read.
 
     Args:
         settings: with a dtype.
         quiet: leave out the line about a plugin whose patches are used.
+        first_step: end after the first ``scheduler.step``.
 
     Raises:
         UsageError: upstream refuses what was asked for.
@@ -403,6 +460,7 @@ def rehearsal_of(
             reporter,
             on_host=settings.on_host,
             cache=settings.step_cache,
+            first_step=first_step,
         )
 
 

@@ -14,6 +14,7 @@ from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.checks import (
     check_on_host,
     check_vae,
+    default_mesh,
     prompts_of,
     rehearsal_of,
 )
@@ -21,6 +22,7 @@ from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.video_run import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
+from tpuport.core.mesh.slices import topology_devices
 from tpuport.errors import MeshError
 
 if TYPE_CHECKING:
@@ -55,7 +57,9 @@ def plan_run(
     settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
     one = _One(settings, folder, topology, arguments, stages, dump, reporter)
     if not settings.search:
-        return one.plan(settings.mesh or MeshSpec(sp=topology.devices))
+        devices = topology_devices(topology)
+        given = (folder, devices, settings, arguments, reporter)
+        return one.plan(settings.mesh or default_mesh(*given))
     return _best(one, budget)
 
 

@@ -30,6 +30,7 @@ from tpuport.cli.runs.checks import (
     with_batch,
     with_dtype,
     with_host,
+    with_mesh,
 )
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.taped_call import TapedCall
@@ -162,13 +163,14 @@ class VideoRun:
         settings = with_host(settings, folder)
         check_vae(settings, folder)
         check_on_host(settings, folder)
+        folder.check_packages(arguments)
+        folder = folder.fetched(reporter)
+        folder.check_components(weights=not partly)
+        settings = with_mesh(settings, folder, arguments, reporter)
         placed = placed_here(settings, reporter)
         check_target(settings, folder, placed)
         settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
-        folder.check_packages(arguments)
-        folder = folder.fetched(reporter)
-        folder.check_components(weights=not partly)
         settings = with_batch(settings, folder, placed)
         check_host_memory(settings, folder)
         if not partly and again is None:
