@@ -107,7 +107,7 @@ def demo_folder(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def hunyuanvideo_folders(once: Once) -> dict[str, Path]:
-    """The demo checkpoints: ``"1.5"`` and ``"13b"``, and ``"1.5-i2v"``, ``"13b-i2v"``."""
+    """The demo folders: ``"1.5"``, ``"13b"``, ``"1.5-i2v"`` and ``"13b-i2v"``."""
     from tpuport.core.pipelines.stand_in import write_random
     from tpuport.plugins import folder_of, get_model
 

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import diffusers
-import transformers
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 
 from tpuport.core.pipelines import stand_in

@@ -165,8 +165,8 @@ def tokenizer(class_name: str, texts: Sequence[str] = ()) -> Any:
     if kind.startswith("Qwen"):
         splitter = transformers.Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
         merges = _merges(splitter, texts)
-        words = _numbered([*alphabet, *map("".join, merges)])
-        made = transformers.Qwen2Tokenizer(vocab=words, merges=merges)
+        known = _numbered([*alphabet, *map("".join, merges)])
+        made = transformers.Qwen2Tokenizer(vocab=known, merges=merges)
         made.add_special_tokens({"additional_special_tokens": list(_QWEN)})
         made.chat_template = _TURNS
         return made
@@ -187,7 +187,7 @@ def _merges(splitter: Any, texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _llama(texts: Sequence[str]) -> Any:
-    """A tokenizer of bytes and words in the form of Llama 3's; marks have ids 0 to 6."""
+    """A tokenizer of bytes and words in Llama 3's form; marks have ids 0 to 6."""
     splitter = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_WORDS), "isolated"),
