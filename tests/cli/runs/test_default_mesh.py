@@ -25,7 +25,9 @@ PAIR, ALONG = MeshSpec(dp=2, sp=4), MeshSpec(sp=8)
         ("CogVideoXPipeline", {"guidance_scale": 1.0}, ALONG),
         ("WanPipeline", {}, PAIR),  # two calls of one row
         ("WanPipeline", {"guidance_scale": 1.0}, ALONG),
-        ("HunyuanVideoPipeline", {}, ALONG),  # guidance is an input
+        ("HunyuanVideoPipeline", {}, PAIR),
+        # Guidance is an input of the model then.
+        ("HunyuanVideoPipeline", {"true_cfg_scale": 1.0}, ALONG),
     ],
 )
 def test_the_pair_of_a_guided_step_is_split(
