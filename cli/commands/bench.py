@@ -101,8 +101,8 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
             if line[0].strip() == "compile":
                 line[2] = "-"
     lines = [
-        f"{result['model']} {result['variant']}".strip()
-        + f", {request['width']}x{request['height']}, {request['num_frames']} frames, "
+        f"{result['model']}, {request['width']}x{request['height']}, "
+        f"{request['num_frames']} frames, "
         f"{request['num_inference_steps']} steps, {result['dtype']}, "
         f"{result['blocks']} blocks, "
         f"{result['devices']} x {result['platform']} ({result['mesh']}), "
