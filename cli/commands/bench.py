@@ -87,7 +87,6 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
     steadies = [backend["steady"] for backend in backends.values()]
     ratios = result.get("ratio", {})
     row("first run", [first["seconds"] for first in firsts])
-    row("  load", [first["load_seconds"] for first in firsts])
     row("  compile", [first["compile_seconds"] for first in firsts])
     row("steady run", [s["seconds"] for s in steadies], ratios.get("total"))
     row("  fastest", [min(s["all_seconds"]) for s in steadies])

@@ -341,9 +341,12 @@ def test_an_unexpected_error_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(float("nan"), "NaN"), (0.0, "all 5 frames are black")]
+    ("value", "said", "out"),
+    [
+        (float("nan"), "NaN", "v.gif"),
+        (0.0, "all 5 frames are black", "frames/"),
+    ],
 )
-@pytest.mark.parametrize("out", ["v.gif", "frames/"])
 def test_a_video_that_is_refused_gets_no_name(
     cli: Cli,
     folder: Path,
@@ -376,29 +379,21 @@ def test_a_video_that_is_refused_gets_no_name(
     [
         (("--model", "cogvideo"), "installed: cogvideox"),
         (("--weights", ""), "--weights is empty"),
-        (("--prompt", "a\udcffb"), "character 2 is half of a surrogate"),
-        (("--steps", "0"), "--steps: 0"),
-        (("--mesh", "pp=2"), "'pp'"),
         (("--dtype", "float16"), "float32, bfloat16"),
         (("--attention", "flash"), "auto, splash"),
         (("--attention", "splash:block_q=128"), "--attention splash is for TPU only"),
-        (("--backend", "cuda"), "tpuport, diffusers"),
         (("--vae-tiling", "auto"), "auto' is gone: give on or off"),
         (("--latents", "none.safetensors"), "none.safetensors cannot be read"),
         (("--out", "video.avi"), ".mp4, .gif, .webm"),
         (("--out", ""), "give a file such as fox.mp4, or a folder"),
-        (("--out", "-"), "give a file such as fox.mp4, or a folder"),
         (("--out", "file/video.mp4"), "file"),
         (("--run-dir", "file"), "--run-dir file: file is not a folder"),
-        (("--cache-dir", "file/cache"), "--cache-dir"),
         (("--profile-calls", "2"), "--profile-calls goes with --profile only"),
         (("--profile", "file/deep"), "--profile file/deep: "),
         (("--profile", "."), "--profile .: holds file, which is no profile of a sta"),
         (("--no-jit-stage", "decod"), "--no-jit-stage: 'decod' is none of encode, "),
-        (("--cache", "deepcash"), "did you mean deepcache"),
         (("--cache", "deepcache:order=2"), "is not a setting of"),
         (("--sharding", "all"), "sharding 'all': wan has default"),
-        (("--executables", "none"), "the folder of executables none does not exist"),
         (("--executables", "."), "manifest.json: is missing"),
         (("--frames", "10000000"), "of memory; about "),
     ],
@@ -425,13 +420,10 @@ def test_a_mesh_too_large_for_these_cpus_is_told_where_it_would_do(
     assert ran.last.endswith("tpuport plan --topology v6e-16 plans it")
 
 
-def test_no_prompt_is_refused(cli: Cli, folder: Path) -> None:
+def test_no_prompt_and_no_weights_are_refused(cli: Cli, folder: Path) -> None:
     ran = cli("generate", "--weights", folder, *ASKED[2:])
     assert ran.code == 2
     assert "--prompt" in ran.last
-
-
-def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
     ran = cli("generate", *ASKED, "--weights", "./none")
     assert ran.code == 2
     assert "does not exist" in ran.last
@@ -444,11 +436,8 @@ def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
     ("damage", "said"),
     [
         ("no component", "text_encoder/"),
-        ("truncated", "truncated"),
-        ("missing", "has no weight"),
         ("NaN", "holds NaN or infinite values"),
         ("pickle", "pickle"),
-        ("no index", "model_index.json or modular_model_index.json"),
     ],
 )
 def test_damaged_weights_are_refused(
@@ -458,19 +447,11 @@ def test_damaged_weights_are_refused(
     (file,) = folder.glob("*.safetensors")
     if damage == "no component":
         shutil.rmtree(folder)
-    elif damage == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
     elif damage == "pickle":
         file.rename(folder / "pytorch_model.bin")
-    elif damage == "no index":
-        (copied / "model_index.json").unlink()
     else:
         tensors = load_file(file)
-        name = "encoder.final_layer_norm.weight"
-        if damage == "missing":
-            tensors.pop(name)
-        else:
-            tensors[name] = tensors[name] * float("nan")
+        tensors["encoder.final_layer_norm.weight"] *= float("nan")
         save_file(tensors, file, {"format": "pt"})
     ran = cli("generate", "--weights", copied, *UPSTREAM)
     assert ran.code == 1

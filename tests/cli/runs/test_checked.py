@@ -106,19 +106,13 @@ def test_a_folder_with_few_weights_runs_as_it_is(
     assert ran.json["unplanned"].startswith("no configs of a full size")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("./nothing", "nothing"),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(cli: Cli, name: str, said: str) -> None:
-    ran = cli("check", name, "--no-plan")
+def test_what_cannot_be_checked_is_refused(cli: Cli) -> None:
+    ran = cli("check", "./nothing", "--no-plan")
     assert ran.code == 2
-    assert said in ran.last
+    assert "nothing" in ran.last
 
 
-@pytest.mark.parametrize("name", ["Wan", "LTX", "CogVideoX", "HunyuanVideo", "Mochi"])
+@pytest.mark.parametrize("name", ["Wan", "CogVideoX", "Mochi"])
 def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> None:
     ran = cli("new-model", "my-model", "--class", f"{name}Pipeline", "--json")
     assert ran.code == 0, ran.err
