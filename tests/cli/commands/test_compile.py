@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[3]
     [
         ([], "--out is missing"),
         (["--out", "x", "--stage", "paint"], "choose one of encode, denoise, decode"),
-        (["--out", "x", "--topology", "v6e-7"], "unknown TPU topology 'v6e-7'"),
         (["--out", "x", "--topology", "cpu-0"], "unknown TPU topology 'cpu-0'"),
         (
             ["--out", "x", "--topology", "v6e-8", "--mesh", "dp=4,tp=4"],

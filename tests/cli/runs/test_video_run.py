@@ -147,9 +147,12 @@ def test_what_the_pipeline_does_not_take_is_refused(
 
 def test_a_picture_that_is_needed_is_asked_for(cli: Cli, copied: Path) -> None:
     index(copied, _class_name="WanImageToVideoPipeline")
-    ran = cli("generate", "--weights", copied, *ASKED)
-    assert ran.code == 2
-    assert ran.last.endswith("WanImageToVideoPipeline needs image; add --image FILE")
+    asked = ("generate", "--weights", copied, *ASKED)
+    last = "WanImageToVideoPipeline needs image; add --image FILE"
+    for given, told in (((), last), (("--image", "a.png"), "a.png does not exist")):
+        ran = cli(*asked, *given)
+        assert ran.code == 2
+        assert told in ran.last
 
 
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
