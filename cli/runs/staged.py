@@ -72,43 +72,24 @@ def encode_run(settings: Settings, started: float) -> None:
     _show("encode", run, report, [], settings.run_dir)
 
 
-def encode_again(settings: Settings, started: float) -> None:
-    """Encode a run that was begun, as its folder says.
+def run_stage(settings: Settings, started: float, stage: StageName) -> None:
+    """Run a stage of a run that was begun, as its folder says.
+
+    Decode writes the videos.
 
     Raises:
-        TpuportError: as of :func:`generate_videos`.
-    """
-    with Display(signals.check) as display, _opened(settings, display) as (run, kept):
-        _, report = run.make(None, started, kept, StageName.ENCODE)
-    _show("encode", run, report, [], settings.run_dir)
-
-
-def denoise_run(settings: Settings, started: float) -> None:
-    """Go on with a run from its first denoiser to its last step.
-
-    Raises:
-        ArtifactError: encode is not finished, or the run cannot go on here.
-        TpuportError: as of :func:`generate_videos`.
-    """
-    with Display(signals.check) as display, _opened(settings, display) as (run, kept):
-        kept.check_finished(StageName.ENCODE)
-        _, report = run.make(None, started, kept, StageName.DENOISE)
-    _show("denoise", run, report, [], settings.run_dir)
-
-
-def decode_run(settings: Settings, started: float) -> None:
-    """Finish a run that is denoised, and write its videos.
-
-    Raises:
-        ArtifactError: denoise is not finished, or the run cannot go on here.
+        ArtifactError: the stage before is not finished, or the run cannot go on here.
         TpuportError: as of :func:`generate_videos`.
     """
     assert settings.run_dir is not None
-    place = str(settings.run_dir / "video.mp4")
+    decodes = stage == StageName.DECODE
     with Display(signals.check) as display, _opened(settings, display) as (run, kept):
-        kept.check_finished(StageName.DENOISE)
-        videos, report = run.make(run.outputs(place), started, kept)
-    _show("decode", run, report, videos, settings.run_dir)
+        if before := [*StageName][: [*StageName].index(stage)]:
+            kept.check_finished(before[-1])
+        outputs = run.outputs(str(settings.run_dir / "video.mp4")) if decodes else None
+        until = None if decodes else stage
+        videos, report = run.make(outputs, started, kept, until)
+    _show(stage, run, report, videos, settings.run_dir)
 
 
 def resume_run(settings: Settings, started: float) -> None:

@@ -18,7 +18,7 @@ READER = "tpuport/core/spec/kinds.py"
 
 #: One more field, which everything else follows.
 FIELD = '    colour: str = how(kinds.text, "--colour", "Of nothing.", default="grey")\n'
-BEFORE = "    keep_loaded: bool"
+BEFORE = "    compile_cache: bool"
 
 USE = """
 import contextlib, io, json, sys
