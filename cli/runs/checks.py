@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tpuport.core.drive.rehearsal import Rehearsal
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.seam.target import Target
 
 
 def check_inspection(settings: Settings) -> None:
@@ -201,14 +202,11 @@ def check_call(
     Raises:
         UsageError: upstream refuses this.
     """
-    from tpuport.core.arrays import torch_dtype
-    from tpuport.core.drive.rehearsal import without_weights
-
     if folder.blocks is not None:
         return
     given = {name: one.default for name, one in folder.all_parameters.items()}
     given |= arguments
-    pipeline = without_weights(folder, torch_dtype(str(settings.dtype)))
+    pipeline = _bare(settings, folder)
     _warn_of_long_prompts(settings, pipeline, given, reporter)
     if settings.prompt:
         given["prompt"] = prompts_of(settings, settings.prompt)
@@ -332,8 +330,23 @@ def check_target(
         UsageError, PluginError: which one.
     """
     if settings.backend == Backend.TPUPORT:
-        own = replace(settings, cache_dir=None)
-        targets.claimed_target(folder.class_name, placed, own, Reporter())
+        _target(settings, folder, placed, Reporter())
+
+
+def _target(
+    settings: Settings, folder: PipelineFolder, placed: PlacedMesh, reporter: Reporter
+) -> Target:
+    """What programs are made for; none is kept."""
+    own = replace(settings, cache_dir=None)
+    return targets.claimed_target(folder.class_name, placed, own, reporter)
+
+
+def _bare(settings: Settings, folder: PipelineFolder) -> Any:
+    """The pipeline without weights."""
+    from tpuport.core.arrays import torch_dtype
+    from tpuport.core.drive.rehearsal import without_weights
+
+    return without_weights(folder, torch_dtype(str(settings.dtype)))
 
 
 def check_mesh(
@@ -379,20 +392,16 @@ def check_step_cache(
     Raises:
         StepCacheError: why.
     """
-    from tpuport.core.arrays import torch_dtype
     from tpuport.core.drive import rehearsal
     from tpuport.core.drive.step_caches import StepCacheError
 
     if settings.step_cache is None:
         return
-    own = replace(settings, cache_dir=None)
-    target = targets.claimed_target(folder.class_name, placed, own, Reporter())
+    target = _target(settings, folder, placed, Reporter())
     given = _given(settings, folder, arguments)
     try:
         with upstreams_errors(folder.class_name):
-            pipeline = rehearsal.without_weights(
-                folder, torch_dtype(str(settings.dtype))
-            )
+            pipeline = _bare(settings, folder)
             pipeline.set_progress_bar_config(disable=True)
             rehearsal.check_step_cache(pipeline, target, given, settings.step_cache)
     except StepCacheError:
@@ -447,10 +456,7 @@ def rehearsal_of(
     from tpuport.core.plan.pipeline_plan import rehearsed
 
     name = folder.class_name
-    told = Reporter() if quiet else reporter
-    target = targets.claimed_target(
-        name, placed, replace(settings, cache_dir=None), told
-    )
+    target = _target(settings, folder, placed, Reporter() if quiet else reporter)
     with upstreams_errors(name):
         return rehearsed(
             folder,
@@ -472,9 +478,6 @@ def check_executables(
     Raises:
         UsageError, ArtifactError: what differs.
     """
-    from tpuport.core.arrays import torch_dtype
-    from tpuport.core.drive.rehearsal import without_weights
-
     if settings.backend == Backend.DIFFUSERS:
         raise UsageError(
             "--executables are not upstream's: leave them out, or use --backend tpuport"
@@ -482,9 +485,7 @@ def check_executables(
     built = targets.executables_for(folder.class_name, placed, settings, reporter)
     assert built is not None
     with reporter.timed(f"building {folder.class_name} without weights"):
-        built.check_modules(
-            without_weights(folder, torch_dtype(str(settings.dtype))).components
-        )
+        built.check_modules(_bare(settings, folder).components)
 
 
 @contextlib.contextmanager

@@ -310,7 +310,11 @@ class VideoRun:
         pipeline.set_progress_bar_config(disable=True)
         with self._ported(pipeline) as (journal, caches):
             inspection = self._inspection(journal)
-            yield TapedCall(pipeline, journal, load, caches, inspection=inspection)
+            yield TapedCall(
+                *(self.settings, self.how, self.reporter, pipeline, journal, load),
+                caches=caches,
+                inspection=inspection,
+            )
 
     def _inspection(self, journal: Journal) -> Inspection | None:
         """What looks at the calls of modules, if something was asked for."""
@@ -385,7 +389,7 @@ class VideoRun:
         numbers = self.together()[one.index]
         given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
         torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
-        output, reports = one.called(given, self)
+        output, reports = one.called(given)
         if one.until is not None:
             return None, reports
         made = made_of(output, one.pipeline)
