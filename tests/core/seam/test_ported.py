@@ -277,7 +277,7 @@ def test_a_plugin_that_knows_the_class_is_used_and_says_so() -> None:
     told = Told()
     tpuport.port(pipeline, mesh="sp=2", reporter=told)
     assert near(latents(pipeline, call), expected)
-    assert "native blocks of the plugin of cogvideox" in told.lines[0]
+    assert "with the plugin of cogvideox and native blocks" in told.lines[0]
     seam = seam_of(pipeline)
     applied = {p["name"] for p in seam.patches() if p["state"] == "applied"}
     assert any("native" in name for name in applied), applied
