@@ -44,24 +44,13 @@ from tests.processes import Once
 install_import_hook(["tpuport.core.layers", "tpuport.kernels"], "beartype.beartype")
 
 #: The files that take most of a minute or more, longest first.
-<<<<<<< HEAD
-LONGEST: tuple[str, ...] = ()
-=======
 LONGEST = (
     "models/cogvideox/vae/test_tpu.py",
     "models/hunyuanvideo/test_videos.py",
-    "models/hunyuanvideo/vae/test_tiles_in_time.py",
     "cli/commands/test_plan.py",
-    "models/hunyuanvideo/blocks/test_tpu.py",
-    "models/hunyuanvideo/blocks/test_native.py",
     "house/test_readme.py",
-    "models/hunyuanvideo/blocks/test_13b_native.py",
-    "models/hunyuanvideo/vae/test_vae.py",
-    "models/shared/test_stacked_tpu.py",
-    "models/hunyuanvideo/test_meshes.py",
     "cli/commands/test_generate.py",
 )
->>>>>>> cog
 
 
 def pytest_collection_finish() -> None:
