@@ -59,7 +59,7 @@ DEVICES = {"v6e-8": 8, "v5p-8": 4, "v7x-8": 8}
 class Published(NamedTuple):
     """A step of a hand-written port: seconds, and what is known of its kernel.
 
-    ``bundles`` are for 2^20 scores; lengths are padded to multiples of ``q`` and ``kv``.
+    ``bundles`` are for 2^20 scores; lengths are padded to multiples of ``q``, ``kv``.
     """
 
     seconds: float
