@@ -173,6 +173,70 @@ def test_an_adapter_is_in_the_numbers(after: bool, upstream: torch.Tensor) -> No
     assert near(latents(mine, call), upstream)
 
 
+def adapted(pipeline: Any, seed: int = 1) -> None:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    pipeline.transformer.add_adapter(config, adapter_name="a")
+
+
+def came_and_went(pipeline: Any) -> None:
+    adapted(pipeline)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+
+
+def other_came_and_went(pipeline: Any) -> None:
+    adapted(pipeline, 2)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+
+
+def fused_weakly(pipeline: Any) -> None:
+    adapted(pipeline)
+    pipeline.transformer.set_adapters("a", 0.25)
+    pipeline.fuse_lora()
+
+
+def fused_in_full(pipeline: Any) -> None:
+    pipeline.unfuse_lora()
+    pipeline.transformer.set_adapters("a", 1.0)
+    pipeline.fuse_lora()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(came_and_went, other_came_and_went), (fused_weakly, fused_in_full)],
+    ids=["came and went", "fused twice"],
+)
+@pytest.mark.parametrize("name", ["WanPipeline", "CogVideoXPipeline"])
+def test_weights_that_an_adapter_changed_between_two_calls_are_placed_again(
+    changes: tuple[Callable[[Any], None], ...], name: str
+) -> None:
+    """Afterwards modules, tensors, versions and addresses are as they were."""
+    (theirs, call), (mine, _) = pipeline_of(name), pipeline_of(name)
+    before = latents(theirs, call)
+    tpuport.port(mine)
+    assert near(latents(mine, call), before)
+    for change in changes:
+        change(theirs), change(mine)
+        expected = latents(theirs, call)
+        assert not near(expected, before)
+        assert near(latents(mine, call), expected)
+        before = expected
+
+
+def test_a_call_without_a_change_places_no_weights_again() -> None:
+    mine, call = pipeline_of()
+    tpuport.port(mine)
+    latents(mine, call)
+    placed = {name: e._weights for name, e in seam_of(mine).entries.items()}
+    latents(mine, call)
+    pipeline_of()  # modules of another pipeline are made, children and all
+    latents(mine, call)
+    for name, entry in seam_of(mine).entries.items():
+        assert entry._weights is placed[name]
+
+
 def scaled(pipeline: Any) -> None:
     pipeline.transformer.set_adapters("default", 0.5)
 

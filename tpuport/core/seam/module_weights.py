@@ -191,7 +191,8 @@ class ModuleWeights:
 
     def _refresh(self) -> None:
         """Take over what changed in the module's tensors since the last call."""
-        now = tuple(_identities(self._tree.modules()))
+        modules = self._tree.modules()
+        now = (self._tree.assigned, *_identities(modules))
         if now == self._tensors:
             return
         kinds = tuple(_kinds(self.module))
@@ -277,6 +278,8 @@ def _identities(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
         merged = vars(child).get("merged_adapters")
         if merged is not None:
             yield tuple(merged)
+            if merged:
+                yield tuple(vars(child).get("scaling", {}).items())
 
 
 def _kinds(module: torch.nn.Module) -> Iterator[Any]:
