@@ -295,6 +295,7 @@ def check_mesh(
 
     Raises:
         MeshError: which axis.
+        ShardingError: a plugin's layout does not fit the weights.
     """
     if settings.backend == Backend.DIFFUSERS:
         return
@@ -303,10 +304,8 @@ def check_mesh(
     given = _given(settings, folder, arguments)
     try:
         rehearsal_of(folder, placed, settings, given, reporter, quiet=True)
-    except MeshError:
+    except (MeshError, ShardingError):
         raise
-    except ShardingError as error:  # of a plugin's layout on this mesh
-        raise MeshError(str(error)) from error
     except Exception:
         # Made-up values are not everywhere good enough; the run checks the mesh too.
         reporter.say(f"the mesh is checked once {folder.class_name} runs")

@@ -130,7 +130,7 @@ WRONG = {
     ),
     "a mesh": (("--mesh", "sp=99"), "99"),
     "rows": (("--mesh", "dp=3"), "no rows that 3"),
-    "heads": (("--mesh", "tp=3"), "which does not divide"),
+    "heads": (("--mesh", "tp=3"), "3 divides neither the 2 heads nor"),
     "a size": (("--size", "33x16"), "33"),
 }
 

@@ -27,7 +27,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of, port_module, seam_of
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.patching import Patch
-from tpuport.errors import UsageError
+from tpuport.errors import MeshError, UsageError
 
 
 def pipeline_of(name: str = "WanPipeline") -> tuple[Any, dict[str, Any]]:
@@ -124,6 +124,13 @@ def test_what_makes_no_sense_says_so(name: str) -> None:
         REFUSED[name](pipeline)
 
 
+def test_a_mesh_that_divides_no_heads_is_one_line() -> None:
+    with pytest.raises(MeshError, match="the 2 heads nor .*use sp=3$") as caught:
+        tpuport.port(pipeline_of()[0], mesh="tp=3")
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
 def test_what_means_the_same_is_honoured() -> None:
     pipeline, _ = pipeline_of()
     tpuport.port(pipeline)
@@ -197,22 +204,30 @@ def fused_weakly(pipeline: Any) -> None:
     pipeline.fuse_lora()
 
 
-def fused_in_full(pipeline: Any) -> None:
+def fused_in_full(pipeline: Any, scale: float = 1.0) -> None:
     pipeline.unfuse_lora()
-    pipeline.transformer.set_adapters("a", 1.0)
+    pipeline.transformer.set_adapters("a", scale)
     pipeline.fuse_lora()
+
+
+def fused_weakly_again(pipeline: Any) -> None:
+    """The programs are known."""
+    fused_in_full(pipeline, 0.25)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [(came_and_went, other_came_and_went), (fused_weakly, fused_in_full)],
-    ids=["came and went", "fused twice"],
+    [
+        (came_and_went, other_came_and_went),
+        (fused_weakly, fused_in_full, fused_weakly_again),
+    ],
+    ids=["came and went", "fused again"],
 )
 @pytest.mark.parametrize("name", ["WanPipeline", "CogVideoXPipeline"])
 def test_weights_that_an_adapter_changed_between_two_calls_are_placed_again(
     changes: tuple[Callable[[Any], None], ...], name: str
 ) -> None:
-    """Afterwards modules, tensors, versions and addresses are as they were."""
+    """Modules, tensors, versions and addresses are as they were before."""
     (theirs, call), (mine, _) = pipeline_of(name), pipeline_of(name)
     before = latents(theirs, call)
     tpuport.port(mine)
