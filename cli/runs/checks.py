@@ -97,19 +97,27 @@ def check_vae(settings: Settings, folder: PipelineFolder) -> None:
 
 
 def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
-    """Refuse a name for --on-host that is no component.
+    """Refuse a name for --on-host that is no component, or no torch module.
 
     Raises:
         UsageError: which one.
     """
-    if settings.on_host and settings.backend == Backend.DIFFUSERS:
+    if not settings.on_host:
+        return
+    if settings.backend == Backend.DIFFUSERS:
         raise UsageError("--on-host: all components run so with --backend diffusers")
-    components = folder.components()
+    modules = folder.modules()
     for name in settings.on_host:
-        if name not in components:
-            known = f"{folder.class_name} has {', '.join(components)}"
-            hint = did_you_mean(name, components, known)
-            raise UsageError(f"--on-host {name}: is no component; {hint}")
+        if name in modules:
+            continue
+        if name in folder.components():
+            raise UsageError(
+                f"--on-host {name}: {name} is no module and runs on the host anyway; "
+                f"leave the flag out, or name one of {', '.join(modules)}"
+            )
+        known = f"{folder.class_name} has {', '.join(modules)}"
+        hint = did_you_mean(name, modules, known)
+        raise UsageError(f"--on-host {name}: is no component; {hint}")
 
 
 def with_host(settings: Settings, folder: PipelineFolder) -> Settings:

@@ -67,8 +67,8 @@ class ModuleTree:
     """A module and all modules inside, walked anew only if a child was replaced.
 
     Attributes:
-        assigned: how often a module of the tree was given a child. An adapter that came,
-            changed weights in place and went leaves the same modules and tensors behind.
+        assigned: how often a module of the tree was given a child. An adapter that
+            came, changed weights in place and went leaves the same modules and tensors.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
