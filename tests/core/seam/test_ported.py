@@ -124,6 +124,54 @@ def test_what_makes_no_sense_says_so(name: str) -> None:
         REFUSED[name](pipeline)
 
 
+@pytest.mark.parametrize("name", ["nonsense", "nativ"])
+def test_a_backend_of_attention_that_there_is_not_is_said_not_to_be(name: str) -> None:
+    pipeline, _ = pipeline_of()
+    tpuport.port(pipeline)
+    with pytest.raises(UsageError, match=f"'{name}'.*: diffusers has no such backend"):
+        pipeline.transformer.set_attention_backend(name)
+
+
+def cast_by_layers(module: Any) -> None:
+    module.enable_layerwise_casting(
+        storage_dtype=torch.bfloat16, compute_dtype=torch.float32
+    )
+
+
+def offloaded(module: Any) -> None:
+    module.enable_group_offload(
+        onload_device=torch.device("cpu"), offload_type="leaf_level"
+    )
+
+
+def reusing(module: Any) -> None:
+    module.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "after"),
+    [
+        (cast_by_layers, "layerwise casting: leave it out", "leave it out"),
+        (offloaded, "offloading: leave it out", "components take turns"),
+        (reusing, "port the pipeline first, and call enable_cache after", None),
+    ],
+)
+def test_the_remedy_for_hooks_is_one_that_works(
+    change: Callable[[Any], None], told: str, after: str | None
+) -> None:
+    pipeline, _ = pipeline_of()
+    change(pipeline.transformer)
+    with pytest.raises(UsageError, match=told):
+        tpuport.port(pipeline)
+    other, _ = pipeline_of()
+    tpuport.port(other)
+    if after is None:
+        change(other.transformer)
+        return
+    with pytest.raises(UsageError, match=after):
+        change(other.transformer)
+
+
 def test_a_mesh_that_divides_no_heads_is_one_line() -> None:
     with pytest.raises(MeshError, match=r"the 2 heads nor .*use sp=3$") as caught:
         tpuport.port(pipeline_of()[0], mesh="tp=3")
