@@ -35,7 +35,7 @@ _MODULE_METHODS = {
     "enable_parallelism": "the mesh splits the work; name it in port(mesh=...)",
     "enable_group_offload": _PLACED,
     "enable_xformers_memory_efficient_attention": "attention runs as tpuport's kernels",
-    "enable_layerwise_casting": "programs hold weights in their own dtype; leave it out",
+    "enable_layerwise_casting": "leave it out: weights have the dtype of the run",
     "cuda": _PLACED,
     "xpu": _PLACED,
     "compile": "forward is compiled already",
