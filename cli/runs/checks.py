@@ -101,19 +101,27 @@ def check_vae(settings: Settings, folder: PipelineFolder) -> None:
 
 
 def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
-    """Refuse a name for --on-host that is no component.
+    """Refuse a name for --on-host that is no component, or no torch module.
 
     Raises:
         UsageError: which one.
     """
-    if settings.on_host and settings.backend == Backend.DIFFUSERS:
+    if not settings.on_host:
+        return
+    if settings.backend == Backend.DIFFUSERS:
         raise UsageError("--on-host: all components run so with --backend diffusers")
-    components = folder.components()
+    modules = folder.modules()
     for name in settings.on_host:
-        if name not in components:
-            known = f"{folder.class_name} has {', '.join(components)}"
-            hint = did_you_mean(name, components, known)
-            raise UsageError(f"--on-host {name}: is no component; {hint}")
+        if name in modules:
+            continue
+        if name in folder.components():
+            raise UsageError(
+                f"--on-host {name}: {name} is no module and runs on the host anyway; "
+                f"leave the flag out, or name one of {', '.join(modules)}"
+            )
+        known = f"{folder.class_name} has {', '.join(modules)}"
+        hint = did_you_mean(name, modules, known)
+        raise UsageError(f"--on-host {name}: is no component; {hint}")
 
 
 def with_host(settings: Settings, folder: PipelineFolder) -> Settings:
@@ -363,6 +371,7 @@ def check_mesh(
 
     Raises:
         MeshError: which axis.
+        ShardingError: a plugin's layout does not fit the weights.
     """
     if settings.backend == Backend.DIFFUSERS:
         return
@@ -371,10 +380,8 @@ def check_mesh(
     given = _given(settings, folder, arguments)
     try:
         rehearsal_of(folder, placed, settings, given, reporter, quiet=True)
-    except MeshError:
+    except (MeshError, ShardingError):
         raise
-    except ShardingError as error:  # of a plugin's layout on this mesh
-        raise MeshError(str(error)) from error
     except Exception:
         # Made-up values are not everywhere good enough; the run checks the mesh too.
         reporter.say(f"the mesh is checked once {folder.class_name} runs")
