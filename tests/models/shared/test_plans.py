@@ -36,10 +36,19 @@ def test_a_step_compiles_from_the_projects_kernels(case: str, tmp_path: Path) ->
     configs["transformer"] = {**configs["transformer"], **layers}
     folder = tmp_path / "configs"
     write_configs(folder, configs)
-    asked = ("--size", "512x256", "--frames", "17", "--stage", "denoise")
+    asked = ("--topology", "v6e-8", "--size", "512x256", "--frames", "17")
     done = run_python(
-        ["-m", "tpuport", "plan", "--weights", str(folder), "--topology", "v6e-8"]
-        + [*asked, "--json"],
+        [
+            "-m",
+            "tpuport",
+            "plan",
+            "--weights",
+            str(folder),
+            *asked,
+            "--stage",
+            "denoise",
+            "--json",
+        ],
         environment=os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "cache")},
         timeout=550,
     )
