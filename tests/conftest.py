@@ -44,7 +44,13 @@ from tests.processes import Once
 install_import_hook(["tpuport.core.layers", "tpuport.kernels"], "beartype.beartype")
 
 #: The files that take most of a minute or more, longest first.
-LONGEST: tuple[str, ...] = ()
+LONGEST = (
+    "models/cogvideox/vae/test_tpu.py",
+    "models/hunyuanvideo/test_videos.py",
+    "cli/commands/test_plan.py",
+    "house/test_readme.py",
+    "cli/commands/test_generate.py",
+)
 
 
 def pytest_collection_finish() -> None:

@@ -34,7 +34,7 @@ IMPORTED = [
     "jax.experimental.topologies",
     "diffusers.models.autoencoders.autoencoder_kl_cogvideox",
     "diffusers.pipelines.pipeline_utils",
-    "tpuport.core.run.session",
+    "tpuport.core.plan.pipeline_plan",
     "tpuport.models.cogvideox.plugin",
     "tpuport.models.hunyuanvideo.plugin",
 ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpuport.core.files.atomic import one_line
 from tpuport.errors import UsageError
@@ -20,12 +19,10 @@ class Noise:
 
     Attributes:
         file: as the user named it.
-        sha256: of the file.
         tensor: of shape [N, T, C, Y, X].
     """
 
     file: str
-    sha256: str
     tensor: torch.Tensor
 
     def for_videos(self, count: int) -> torch.Tensor:
@@ -42,10 +39,6 @@ class Noise:
             )
         return self.tensor.expand(count, *self.tensor.shape[1:]).contiguous()
 
-    def record(self) -> dict[str, Any]:
-        """What run.json and a sidecar say about it."""
-        return {"file": str(Path(self.file).absolute()), "sha256": self.sha256}
-
 
 def read_noise(file: str | None) -> Noise | None:
     """The noise in ``file``, or ``None`` for none.
@@ -60,8 +53,7 @@ def read_noise(file: str | None) -> Noise | None:
     from safetensors.torch import load
 
     try:
-        data = Path(file).expanduser().read_bytes()
-        tensors = load(data)
+        tensors = load(Path(file).expanduser().read_bytes())
     except OSError as error:
         raise UsageError(
             f"latents file {file} cannot be read: {error.strerror}"
@@ -86,5 +78,4 @@ def read_noise(file: str | None) -> Noise | None:
         )
     if not bool(torch.isfinite(tensor).all()):
         raise UsageError(f"latents file {file} holds NaN or infinite values")
-    digest = hashlib.sha256(data).hexdigest()
-    return Noise(file=file, sha256=digest, tensor=tensor)
+    return Noise(file=file, tensor=tensor)

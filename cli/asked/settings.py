@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,25 @@ def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, A
             before = known.get(target, ()) if isinstance(said, tuple) else ()
             known[target] = (*before, *said) if isinstance(said, tuple) else said
     return known
+
+
+def read_again(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a record keeps by the names of fields, typed.
+
+    Args:
+        recorded: JSON; null is "not given".
+
+    Raises:
+        UsageError, AttentionError: a value is of another kind, or of no setting.
+    """
+    about = {f.name: f.metadata for f in fields(Settings) if f.init and f.metadata}
+    if unknown := recorded.keys() - about.keys():
+        raise UsageError(f"there is no setting {quoted(min(unknown))}")
+    return {
+        name: read_value(about[name], value, name)
+        for name, value in recorded.items()
+        if value is not None
+    }
 
 
 def _field(key: str, command: str) -> str:

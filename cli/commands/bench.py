@@ -87,7 +87,6 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
     steadies = [backend["steady"] for backend in backends.values()]
     ratios = result.get("ratio", {})
     row("first run", [first["seconds"] for first in firsts])
-    row("  load", [first["load_seconds"] for first in firsts])
     row("  compile", [first["compile_seconds"] for first in firsts])
     row("steady run", [s["seconds"] for s in steadies], ratios.get("total"))
     row("  fastest", [min(s["all_seconds"]) for s in steadies])
@@ -101,8 +100,8 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
             if line[0].strip() == "compile":
                 line[2] = "-"
     lines = [
-        f"{result['model']} {result['variant']}".strip()
-        + f", {request['width']}x{request['height']}, {request['num_frames']} frames, "
+        f"{result['model']}, {request['width']}x{request['height']}, "
+        f"{request['num_frames']} frames, "
         f"{request['num_inference_steps']} steps, {result['dtype']}, "
         f"{result['blocks']} blocks, "
         f"{result['devices']} x {result['platform']} ({result['mesh']}), "

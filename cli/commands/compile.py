@@ -15,13 +15,19 @@ from tpuport.cli.asked.absent_chips import prepare_topology
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.checks import rehearsal_of, with_dtype
+from tpuport.cli.runs.checks import (
+    default_mesh,
+    rehearsal_of,
+    with_dtype,
+    with_mesh,
+)
 from tpuport.cli.runs.planning import prepared
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.mesh.slices import topology_devices
 from tpuport.core.programs.folder_place import check_place
 from tpuport.core.reports import bytes_text, plural
 from tpuport.core.run.progress import Display
@@ -116,9 +122,12 @@ def _compile(
         from tpuport.core.programs.built_folder import write_manifest
 
         if topology is None:
+            settings = with_mesh(settings, pipeline, arguments, display)
             placed = targets.place_for_port(settings.mesh)
         else:
-            placed = topology_mesh(topology, settings.mesh)
+            devices = topology_devices(topology)
+            given = (pipeline, devices, settings, arguments, display)
+            placed = topology_mesh(topology, settings.mesh or default_mesh(*given))
         settings = with_dtype(settings, placed)
         found = rehearsal_of(pipeline, placed, settings, arguments, display)
         built = build_pipeline(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import textwrap
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
-from tpuport.cli.asked.settings import Settings
+from tpuport.cli.asked.settings import Settings, read_again
 from tpuport.cli.runs.video_run import Again, VideoRun, find
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, print_summary, say
@@ -21,12 +21,9 @@ from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.sources import here
 from tpuport.core.run.progress import Display
-from tpuport.core.spec import kinds
-from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import (
     ArtifactError,
     AttentionError,
-    MeshError,
     MissingArtifactError,
     ReplayError,
     UsageError,
@@ -167,32 +164,21 @@ def _again(file: Path, recorded: Sidecar) -> Again:
 
 def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
     """The settings of a recorded run; where the user gave some, those."""
-    request, how = recorded["request"], recorded["how"]
-    flags = request["flags"]
-    known = {f.name for f in fields(RunSettings)} - {"on_host"}
+    request = recorded["request"]
+    given = {**request["flags"], **recorded["how"], "options": request["options"]}
     try:
-        read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
-    except (UsageError, MeshError, AttentionError) as error:
+        read = read_again(given)
+    except (UsageError, AttentionError) as error:
         raise ArtifactError(f"{file}: {error}; it cannot be replayed") from error
     return replace(
         asked,
         model=None,
         weights=asked.weights or recorded["weights"]["source"],
-        backend=read.backend,
-        dtype=read.dtype,
-        mesh=read.mesh,
-        attention=read.attention,
-        blocks=read.blocks,
-        sharding=read.sharding,
-        vae=read.vae,
-        vae_tiling=read.vae_tiling,
-        on_host=tuple(how["on_host"]),
         prompt=tuple(p for p in request["prompts"] if p is not None),
         negative_prompt=request["negative_prompts"][0],
         seed=tuple(request["seeds"][0])[:1],
         batch=len(request["prompts"]),
-        options=request["options"],
-        **{**flags, "step_cache": kinds.step_cache(flags.get("step_cache"))},
+        **read,
     )
 
 

@@ -7,13 +7,9 @@ import time
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.staged import (
-    decode_run,
-    denoise_run,
-    encode_again,
-    encode_run,
-)
+from tpuport.cli.runs.staged import encode_run, run_stage
 from tpuport.cli.runs.variants import with_model
+from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import RUN_FILE
 from tpuport.core.spec.run_settings import Asked, defaults_of, settings_of
 from tpuport.errors import UsageError
@@ -34,7 +30,7 @@ def encode(settings: Settings) -> None:
     assert settings.run_dir is not None
     if not settings.prompt and (settings.run_dir / RUN_FILE).exists():
         _check_says_nothing(settings)
-        encode_again(settings, started)
+        run_stage(settings, started, StageName.ENCODE)
     else:
         encode_run(with_model(settings), started)
 
@@ -73,7 +69,7 @@ def denoise(settings: Settings) -> None:
     prepare(debug=settings.debug)
     started = time.perf_counter()
     _check_run_dir(settings)
-    denoise_run(settings, started)
+    run_stage(settings, started, StageName.DENOISE)
 
 
 @command("decode")
@@ -87,4 +83,4 @@ def decode(settings: Settings) -> None:
     prepare(debug=settings.debug)
     started = time.perf_counter()
     _check_run_dir(settings)
-    decode_run(settings, started)
+    run_stage(settings, started, StageName.DECODE)

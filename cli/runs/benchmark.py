@@ -100,6 +100,6 @@ def measure(
 
 #: What the result has of the report of a run.
 _OF_RUN = (
-    *("model", "variant", "weights", "dtype", "blocks", "mesh", "platform", "devices"),
+    *("model", "weights", "dtype", "blocks", "mesh", "platform", "devices"),
     *("peak_host_bytes", "peak_device_bytes"),
 )

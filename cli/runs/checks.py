@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
 from tpuport.cli.asked.settings import Settings
-from tpuport.core.enums import Backend, Dtype, Place, StageName
+from tpuport.core.enums import Backend, Dtype, Place, StageName, denoises
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import check_own_folder
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.component import TORCHAX
@@ -30,9 +31,12 @@ from tpuport.kernels.attention.choice import AUTO
 from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
+    import jax
+
     from tpuport.core.drive.rehearsal import Rehearsal
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.seam.target import Target
 
 
 def check_inspection(settings: Settings) -> None:
@@ -97,19 +101,27 @@ def check_vae(settings: Settings, folder: PipelineFolder) -> None:
 
 
 def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
-    """Refuse a name for --on-host that is no component.
+    """Refuse a name for --on-host that is no component, or no torch module.
 
     Raises:
         UsageError: which one.
     """
-    if settings.on_host and settings.backend == Backend.DIFFUSERS:
+    if not settings.on_host:
+        return
+    if settings.backend == Backend.DIFFUSERS:
         raise UsageError("--on-host: all components run so with --backend diffusers")
-    components = folder.components()
+    modules = folder.modules()
     for name in settings.on_host:
-        if name not in components:
-            known = f"{folder.class_name} has {', '.join(components)}"
-            hint = did_you_mean(name, components, known)
-            raise UsageError(f"--on-host {name}: is no component; {hint}")
+        if name in modules:
+            continue
+        if name in folder.components():
+            raise UsageError(
+                f"--on-host {name}: {name} is no module and runs on the host anyway; "
+                f"leave the flag out, or name one of {', '.join(modules)}"
+            )
+        known = f"{folder.class_name} has {', '.join(modules)}"
+        hint = did_you_mean(name, modules, known)
+        raise UsageError(f"--on-host {name}: is no component; {hint}")
 
 
 def with_host(settings: Settings, folder: PipelineFolder) -> Settings:
@@ -198,14 +210,11 @@ def check_call(
     Raises:
         UsageError: upstream refuses this.
     """
-    from tpuport.core.arrays import torch_dtype
-    from tpuport.core.drive.rehearsal import without_weights
-
     if folder.blocks is not None:
         return
     given = {name: one.default for name, one in folder.all_parameters.items()}
     given |= arguments
-    pipeline = without_weights(folder, torch_dtype(str(settings.dtype)))
+    pipeline = _bare(settings, folder)
     _warn_of_long_prompts(settings, pipeline, given, reporter)
     if settings.prompt:
         given["prompt"] = prompts_of(settings, settings.prompt)
@@ -268,6 +277,58 @@ def placed_here(settings: Settings, reporter: Reporter) -> PlacedMesh:
         ) from None
 
 
+def default_mesh(
+    folder: PipelineFolder,
+    devices: Sequence[jax.Device],
+    settings: Settings,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+) -> MeshSpec:
+    """The mesh where none is asked for: the pair of a guided step over dp, else sp.
+
+    The first step of a rehearsal tells whether each of the denoiser's programs has two
+    rows, or is called twice.
+
+    Args:
+        arguments: keywords of the call, the prompt included.
+
+    Raises:
+        TpuportError: as of :func:`rehearsal_of`.
+    """
+    along = MeshSpec(sp=len(devices))
+    if len(devices) % 2:
+        return along
+    placed = targets.place(along, devices, None)
+    settings = with_dtype(settings, placed)
+    given = (folder, placed, settings, arguments, reporter)
+    found = rehearsal_of(*given, quiet=True, first_step=True)
+    rows = [
+        program.by_stage[StageName.DENOISE] * max(r.query[0] for r in program.attention)
+        for program in found.programs
+        if denoises(program.component) and program.attention
+    ]
+    paired = bool(rows) and all(count % 2 == 0 for count in rows)
+    return MeshSpec(dp=2, sp=len(devices) // 2) if paired else along
+
+
+def with_mesh(
+    settings: Settings,
+    folder: PipelineFolder,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+) -> Settings:
+    """The settings with :func:`default_mesh` on this machine's chips, if it has any."""
+    import jax
+
+    devices = jax.devices()
+    by_upstream = settings.backend == Backend.DIFFUSERS
+    if settings.mesh is not None or by_upstream or devices[0].platform == "cpu":
+        return settings
+    given = _given(settings, folder, arguments)
+    mesh = default_mesh(folder, devices, settings, given, reporter)
+    return replace(settings, mesh=mesh)
+
+
 def check_target(
     settings: Settings, folder: PipelineFolder, placed: PlacedMesh
 ) -> None:
@@ -277,8 +338,23 @@ def check_target(
         UsageError, PluginError: which one.
     """
     if settings.backend == Backend.TPUPORT:
-        own = replace(settings, cache_dir=None)
-        targets.claimed_target(folder.class_name, placed, own, Reporter())
+        _target(settings, folder, placed, Reporter())
+
+
+def _target(
+    settings: Settings, folder: PipelineFolder, placed: PlacedMesh, reporter: Reporter
+) -> Target:
+    """What programs are made for; none is kept."""
+    own = replace(settings, cache_dir=None)
+    return targets.claimed_target(folder.class_name, placed, own, reporter)
+
+
+def _bare(settings: Settings, folder: PipelineFolder) -> Any:
+    """The pipeline without weights."""
+    from tpuport.core.arrays import torch_dtype
+    from tpuport.core.drive.rehearsal import without_weights
+
+    return without_weights(folder, torch_dtype(str(settings.dtype)))
 
 
 def check_mesh(
@@ -295,6 +371,7 @@ def check_mesh(
 
     Raises:
         MeshError: which axis.
+        ShardingError: a plugin's layout does not fit the weights.
     """
     if settings.backend == Backend.DIFFUSERS:
         return
@@ -303,10 +380,8 @@ def check_mesh(
     given = _given(settings, folder, arguments)
     try:
         rehearsal_of(folder, placed, settings, given, reporter, quiet=True)
-    except MeshError:
+    except (MeshError, ShardingError):
         raise
-    except ShardingError as error:  # of a plugin's layout on this mesh
-        raise MeshError(str(error)) from error
     except Exception:
         # Made-up values are not everywhere good enough; the run checks the mesh too.
         reporter.say(f"the mesh is checked once {folder.class_name} runs")
@@ -324,20 +399,16 @@ def check_step_cache(
     Raises:
         StepCacheError: why.
     """
-    from tpuport.core.arrays import torch_dtype
     from tpuport.core.drive import rehearsal
     from tpuport.core.drive.step_caches import StepCacheError
 
     if settings.step_cache is None:
         return
-    own = replace(settings, cache_dir=None)
-    target = targets.claimed_target(folder.class_name, placed, own, Reporter())
+    target = _target(settings, folder, placed, Reporter())
     given = _given(settings, folder, arguments)
     try:
         with upstreams_errors(folder.class_name):
-            pipeline = rehearsal.without_weights(
-                folder, torch_dtype(str(settings.dtype))
-            )
+            pipeline = _bare(settings, folder)
             pipeline.set_progress_bar_config(disable=True)
             rehearsal.check_step_cache(pipeline, target, given, settings.step_cache)
     except StepCacheError:
@@ -374,12 +445,14 @@ def rehearsal_of(
     reporter: Reporter,
     *,
     quiet: bool = False,
+    first_step: bool = False,
 ) -> Rehearsal:
     """The run as ``tpuport generate`` does it on a mesh; only configs are read.
 
     Args:
         settings: with a dtype.
         quiet: leave out the line about a plugin whose patches are used.
+        first_step: end after the first ``scheduler.step``.
 
     Raises:
         UsageError: upstream refuses what was asked for.
@@ -390,10 +463,7 @@ def rehearsal_of(
     from tpuport.core.plan.pipeline_plan import rehearsed
 
     name = folder.class_name
-    told = Reporter() if quiet else reporter
-    target = targets.claimed_target(
-        name, placed, replace(settings, cache_dir=None), told
-    )
+    target = _target(settings, folder, placed, Reporter() if quiet else reporter)
     with upstreams_errors(name):
         return rehearsed(
             folder,
@@ -403,6 +473,7 @@ def rehearsal_of(
             reporter,
             on_host=settings.on_host,
             cache=settings.step_cache,
+            first_step=first_step,
         )
 
 
@@ -414,9 +485,6 @@ def check_executables(
     Raises:
         UsageError, ArtifactError: what differs.
     """
-    from tpuport.core.arrays import torch_dtype
-    from tpuport.core.drive.rehearsal import without_weights
-
     if settings.backend == Backend.DIFFUSERS:
         raise UsageError(
             "--executables are not upstream's: leave them out, or use --backend tpuport"
@@ -424,9 +492,7 @@ def check_executables(
     built = targets.executables_for(folder.class_name, placed, settings, reporter)
     assert built is not None
     with reporter.timed(f"building {folder.class_name} without weights"):
-        built.check_modules(
-            without_weights(folder, torch_dtype(str(settings.dtype))).components
-        )
+        built.check_modules(_bare(settings, folder).components)
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def new_package(
         UsageError: the name or the class is none, or the folder is not empty.
         TpuportError: the class cannot be built small, or not ported.
     """
-    package = _checked(name, pipeline, out)
+    package = _checked(name, out)
     with signals.starting(before="\n"):
         api.import_libraries(reporter)
     from tpuport.core.pipelines import small
@@ -155,7 +155,7 @@ def new_package(
     return {"folder": str(out), "files": list(files), "changes": changes}
 
 
-def _checked(name: str, pipeline: str, out: Path) -> str:
+def _checked(name: str, out: Path) -> str:
     """The name of the package; refuses what can be refused before imports."""
     if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
         raise UsageError(

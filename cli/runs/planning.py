@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.checks import (
     check_on_host,
     check_vae,
+    default_mesh,
     prompts_of,
     rehearsal_of,
 )
@@ -21,6 +22,7 @@ from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.video_run import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
+from tpuport.core.mesh.slices import topology_devices
 from tpuport.errors import MeshError
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def plan_run(
     stages: Sequence[str],
     *,
     budget: float,
-    dump: Path | None,
+    dump: Path | None = None,
     reporter: Reporter,
 ) -> Plan:
     """Plan the run that the settings ask for; of the folder only configs are read.
@@ -53,9 +55,19 @@ def plan_run(
     """
     folder, arguments = prepared(settings, stages, reporter)
     settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
-    one = _One(settings, folder, topology, arguments, stages, dump, reporter)
+    one = _One(
+        settings=settings,
+        folder=folder,
+        topology=topology,
+        arguments=arguments,
+        stages=stages,
+        dump=dump,
+        reporter=reporter,
+    )
     if not settings.search:
-        return one.plan(settings.mesh or MeshSpec(sp=topology.devices))
+        devices = topology_devices(topology)
+        given = (folder, devices, settings, arguments, reporter)
+        return one.plan(settings.mesh or default_mesh(*given))
     return _best(one, budget)
 
 
@@ -84,23 +96,18 @@ def prepared(
     return folder.fetched(reporter, weights=False), arguments
 
 
+@dataclass(kw_only=True)
 class _One:
     """Plans of one run on one slice."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: PipelineFolder,
-        topology: Topology,
-        arguments: Mapping[str, Any],
-        stages: Sequence[str],
-        dump: Path | None,
-        reporter: Reporter,
-    ) -> None:
-        self.settings, self.folder, self.topology = settings, folder, topology
-        self.arguments, self.stages, self.reporter = arguments, stages, reporter
-        self.dump = dump
-        self._again = False
+    settings: Settings
+    folder: PipelineFolder
+    topology: Topology
+    arguments: Mapping[str, Any]
+    stages: Sequence[str]
+    dump: Path | None
+    reporter: Reporter
+    _again: bool = False
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
         """The run on a mesh."""
@@ -117,6 +124,7 @@ class _One:
         """The plan on a mesh."""
         from tpuport.core.plan.pipeline_plan import Folders, plan_pipeline
 
+        schedules = cache_folder(self.settings.cache_dir) / "schedules"
         return plan_pipeline(
             self.folder,
             found or self.rehearse(spec),
@@ -125,7 +133,7 @@ class _One:
             self.settings,
             arguments=self.arguments,
             stages=self.stages,
-            kept=Folders(_schedules(self.settings), self.dump),
+            kept=Folders(schedules, self.dump),
             reporter=self.reporter,
         )
 
@@ -185,7 +193,3 @@ def _legal(count: int, heads: Sequence[int], rows: int) -> list[MeshSpec]:
     if not found:
         raise MeshError(f"no mesh of {count} devices fits heads {heads}, rows {rows}")
     return found
-
-
-def _schedules(settings: Settings) -> Path:
-    return cache_folder(settings.cache_dir) / "schedules"

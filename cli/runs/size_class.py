@@ -61,8 +61,8 @@ def sized(settings: Settings, folder: PipelineFolder, reporter: Reporter) -> Set
             math.sqrt(pixels * width / height),
         )
     )
-    own = {"height": high, "width": wide, "resolution": None, "aspect_ratio": None}
-    return replace(settings, **own)
+    own = replace(settings, height=high, width=wide)
+    return replace(own, resolution=None, aspect_ratio=None)
 
 
 def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:

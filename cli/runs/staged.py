@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.cli.asked.settings import Settings
+from tpuport.cli.asked.settings import Settings, read_again
 from tpuport.cli.runs.kept_runs import going_on, is_kept, keep_asked, sweep, temporary
 from tpuport.cli.runs.video_run import VideoRun, file_digest, find
 from tpuport.cli.shown import signals
@@ -19,11 +19,11 @@ from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import atomic_write_bytes
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_lock import holder, working_in
-from tpuport.core.files.run_record import tapes_in, told_of
+from tpuport.core.files.run_record import RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.run_settings import Asked, read_value
-from tpuport.errors import ArtifactError, UsageError, WriteError
+from tpuport.core.spec.run_settings import Asked
+from tpuport.errors import ArtifactError, AttentionError, UsageError, WriteError
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun, Record
@@ -72,43 +72,24 @@ def encode_run(settings: Settings, started: float) -> None:
     _show("encode", run, report, [], settings.run_dir)
 
 
-def encode_again(settings: Settings, started: float) -> None:
-    """Encode a run that was begun, as its folder says.
+def run_stage(settings: Settings, started: float, stage: StageName) -> None:
+    """Run a stage of a run that was begun, as its folder says.
+
+    Decode writes the videos.
 
     Raises:
-        TpuportError: as of :func:`generate_videos`.
-    """
-    with Display(signals.check) as display, _opened(settings, display) as (run, kept):
-        _, report = run.make(None, started, kept, StageName.ENCODE)
-    _show("encode", run, report, [], settings.run_dir)
-
-
-def denoise_run(settings: Settings, started: float) -> None:
-    """Go on with a run from its first denoiser to its last step.
-
-    Raises:
-        ArtifactError: encode is not finished, or the run cannot go on here.
-        TpuportError: as of :func:`generate_videos`.
-    """
-    with Display(signals.check) as display, _opened(settings, display) as (run, kept):
-        kept.check_finished(StageName.ENCODE)
-        _, report = run.make(None, started, kept, StageName.DENOISE)
-    _show("denoise", run, report, [], settings.run_dir)
-
-
-def decode_run(settings: Settings, started: float) -> None:
-    """Finish a run that is denoised, and write its videos.
-
-    Raises:
-        ArtifactError: denoise is not finished, or the run cannot go on here.
+        ArtifactError: the stage before is not finished, or the run cannot go on here.
         TpuportError: as of :func:`generate_videos`.
     """
     assert settings.run_dir is not None
-    place = str(settings.run_dir / "video.mp4")
+    decodes = stage == StageName.DECODE
     with Display(signals.check) as display, _opened(settings, display) as (run, kept):
-        kept.check_finished(StageName.DENOISE)
-        videos, report = run.make(run.outputs(place), started, kept)
-    _show("decode", run, report, videos, settings.run_dir)
+        if before := [*StageName][: [*StageName].index(stage)]:
+            kept.check_finished(before[-1])
+        outputs = run.outputs(str(settings.run_dir / "video.mp4")) if decodes else None
+        until = None if decodes else stage
+        videos, report = run.make(outputs, started, kept, until)
+    _show(stage, run, report, videos, settings.run_dir)
 
 
 def resume_run(settings: Settings, started: float) -> None:
@@ -299,7 +280,6 @@ def _asked_again(kept: PipelineRun, settings: Settings, *, resumes: bool) -> Set
         UsageError: a flag that the run settles is another one.
         ArtifactError: the run's own settings are not usable.
     """
-    about = {f.name: f for f in fields(Settings) if f.init}
     asked = dict(kept.record["asked"])
     dtype = asked.get("dtype")
     if settings.dtype not in (None, dtype):
@@ -311,16 +291,12 @@ def _asked_again(kept: PipelineRun, settings: Settings, *, resumes: bool) -> Set
         asked |= kept.how
     else:
         asked = {name: v for name, v in asked.items() if name not in _OF_A_STAGE}
-    given: dict[str, Any] = {}
-    for name, value in asked.items():
-        try:
-            found = _with_inputs(kept, value)
-            given[name] = read_value(about[name].metadata, found, name)
-        except (UsageError, KeyError) as error:
-            raise ArtifactError(
-                f"{kept.path}: has no usable {name} ({error}); begin the run again in "
-                "another folder"
-            ) from error
+    try:
+        given = read_again({n: _with_inputs(kept, v) for n, v in asked.items()})
+    except (UsageError, AttentionError) as error:
+        raise ArtifactError(
+            f"{kept.path / RUN_FILE}: {error}; begin the run again in another folder"
+        ) from error
     weights = settings.weights or kept.record["source"]
     return replace(settings, model=None, weights=weights, **given)
 

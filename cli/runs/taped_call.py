@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.core.enums import StageName
-from tpuport.core.reports import StageReport
+from tpuport.core.reports import Reporter, StageReport
 
 if TYPE_CHECKING:
-    from tpuport.cli.runs.video_run import VideoRun
+    from tpuport.cli.asked.settings import Settings
     from tpuport.core.drive.pipeline_run import PipelineRun
     from tpuport.core.drive.step_caches import StepCaches
     from tpuport.core.run.inspection import Inspection
@@ -24,6 +24,8 @@ class TapedCall:
     """One video of a run, and the tape of it in the run's folder.
 
     Attributes:
+        settings, reporter: of the run.
+        how: the pipeline is run, as the tape keeps it.
         load: gives a component its weights before it is called.
         caches: the step cache, in place.
         kept: the run's folder; ``None`` to keep nothing.
@@ -32,6 +34,9 @@ class TapedCall:
         inspection: looks at the calls of modules.
     """
 
+    settings: Settings
+    how: dict[str, Any]
+    reporter: Reporter
     pipeline: Any
     journal: Journal
     load: Callable[[str], None]
@@ -41,9 +46,7 @@ class TapedCall:
     until: StageName | None = None
     inspection: Inspection | None = None
 
-    def called(
-        self, given: dict[str, Any], run: VideoRun
-    ) -> tuple[Any, list[StageReport]]:
+    def called(self, given: dict[str, Any]) -> tuple[Any, list[StageReport]]:
         """What upstream returns, and the reports of the stages that were run.
 
         Raises:
@@ -52,16 +55,16 @@ class TapedCall:
         from tpuport.core.drive.checkpoints import Checkpoints
         from tpuport.core.drive.taped import called, tape_of
 
-        name, settings = run.folder.class_name, run.settings
+        name, settings = type(self.pipeline).__name__, self.settings
         with contextlib.ExitStack() as stack:
             tape = checkpoints = None
             if self.kept is not None:
                 folder = self.kept.tapes[self.index]
                 before = folder.read()
-                folder.begin(run.how, before)
+                folder.begin(self.how, before)
                 tape = tape_of(self.pipeline, given, before, self.until)
                 checkpoints = stack.enter_context(
-                    Checkpoints(tape, folder, settings.checkpoint_every, run.reporter)
+                    Checkpoints(tape, folder, settings.checkpoint_every, self.reporter)
                 )
             with self._noted(), upstreams_errors(name):
                 output, drive = called(

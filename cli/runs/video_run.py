@@ -30,6 +30,7 @@ from tpuport.cli.runs.checks import (
     with_batch,
     with_dtype,
     with_host,
+    with_mesh,
 )
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.taped_call import TapedCall
@@ -162,13 +163,14 @@ class VideoRun:
         settings = with_host(settings, folder)
         check_vae(settings, folder)
         check_on_host(settings, folder)
+        folder.check_packages(arguments)
+        folder = folder.fetched(reporter)
+        folder.check_components(weights=not partly)
+        settings = with_mesh(settings, folder, arguments, reporter)
         placed = placed_here(settings, reporter)
         check_target(settings, folder, placed)
         settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
-        folder.check_packages(arguments)
-        folder = folder.fetched(reporter)
-        folder.check_components(weights=not partly)
         settings = with_batch(settings, folder, placed)
         check_host_memory(settings, folder)
         if not partly and again is None:
@@ -308,7 +310,11 @@ class VideoRun:
         pipeline.set_progress_bar_config(disable=True)
         with self._ported(pipeline) as (journal, caches):
             inspection = self._inspection(journal)
-            yield TapedCall(pipeline, journal, load, caches, inspection=inspection)
+            yield TapedCall(
+                *(self.settings, self.how, self.reporter, pipeline, journal, load),
+                caches=caches,
+                inspection=inspection,
+            )
 
     def _inspection(self, journal: Journal) -> Inspection | None:
         """What looks at the calls of modules, if something was asked for."""
@@ -383,7 +389,7 @@ class VideoRun:
         numbers = self.together()[one.index]
         given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
         torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
-        output, reports = one.called(given, self)
+        output, reports = one.called(given)
         if one.until is not None:
             return None, reports
         made = made_of(output, one.pipeline)

@@ -1,7 +1,8 @@
 """Prints what the CPU overrides are worth: ``python -m tests.measure.patches``.
 
-Run from the root of a checkout. Decoding two latent frames of the demo VAE at 256x384,
-by diffusers and by tpuport with and without each of them, in turns in one process.
+Run from the root of a checkout. Decoding two latent frames of the demo of CogVideoX at
+256x384, by diffusers and by tpuport with and without each of them, in turns in one
+process.
 """
 
 from __future__ import annotations
@@ -11,54 +12,63 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import dataclasses
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
-import tpuport
-from tests.models.ported import ported_by
-from tpuport.models.cogvideox.plugin import PORT
-from tpuport.patches.conv import CONVOLUTION
-from tpuport.patches.resize import NEAREST_RESIZE
+from tpuport import targets
+from tpuport.core.pipelines.stand_in import write_random
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.ported import port_module
+from tpuport.core.spec.run_settings import RunSettings
+from tpuport.models.cogvideox.plugin import VARIANTS
 
+CONVOLUTION, RESIZE = "convolution", "upsample_nearest1d"
 NORM = "cogvideox-norm-at-latent-size"
+VARIANTS_OF = {
+    "tpuport": (),
+    "without the convolution override": (CONVOLUTION,),
+    "without norms at latent size": (NORM,),
+    "without the resize override": (RESIZE,),
+    "without all three": (CONVOLUTION, RESIZE, NORM),
+}
+
+
+def without(vae: Any, names: tuple[str, ...]) -> Any:
+    """The ported autoencoder without some overrides and patches."""
+    settings, quiet = RunSettings(), Reporter()
+    placed = targets.place_for_port(None)
+    target = targets.module_target(vae, None, placed, settings, quiet)
+    known = {one.name for one in (*target.overrides, *target.patches)}
+    assert known.issuperset(names), known
+    fewer = dataclasses.replace(
+        target,
+        overrides=tuple(one for one in target.overrides if one.name not in names),
+        patches=tuple(one for one in target.patches if one.name not in names),
+    )
+    return port_module(vae, fewer, quiet)
 
 
 @torch.no_grad()
 def main() -> None:
     """Time the variants in turns; medians of five, ratios to diffusers."""
-    with tpuport.load() as session:
-        folder = session.checkpoint.folder
-    from diffusers import AutoencoderKLCogVideoX
-
-    vae = AutoencoderKLCogVideoX.from_pretrained(folder / "vae").eval()
-
-    def program(overrides: Any = (), patch: str = "") -> Callable[[Any], Any]:
-        port = dataclasses.replace(
-            PORT,
-            overrides=tuple(o for o in PORT.overrides if o not in overrides),
-            patches=tuple(p for p in PORT.patches if p.name != patch),
-        )
-        made = ported_by(port, "vae", vae)
-        return lambda z: made.decode(z).sample
-
-    variants: dict[str, Callable[[Any], Any]] = {
-        "diffusers": lambda z: vae.decode(z).sample,
-        "tpuport": program(),
-        "without the convolution override": program([CONVOLUTION]),
-        "without norms at latent size": program(patch=NORM),
-        "without the resize override": program([NEAREST_RESIZE]),
-        "without all three": program([CONVOLUTION, NEAREST_RESIZE], NORM),
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        configs = json.loads(Path(VARIANTS["demo"].configs).read_text())
+        write_random(Path(folder), configs)
+        vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(f"{folder}/vae").eval()
+    run = {"diffusers": vae} | {w: without(vae, n) for w, n in VARIANTS_OF.items()}
     z = torch.randn(1, 16, 2, 32, 48, generator=torch.Generator().manual_seed(0))
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    times: dict[str, list[float]] = {name: [] for name in run}
     for turn in range(6):
-        for name, run in variants.items():
+        for name, one in run.items():
             started = time.perf_counter()
-            run(z)
+            one.decode(z)
             if turn:
                 times[name].append(time.perf_counter() - started)
     base = statistics.median(times["diffusers"])

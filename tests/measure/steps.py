@@ -1,42 +1,76 @@
-"""What each change is worth, and how time and memory scale: the tables of
-docs/performance.md and docs/log.
+"""What each change is worth, how time and memory scale, and plans beside published
+steps of hand-written ports: the tables of docs/performance.md and docs/log.
 
 ``python -m tests.measure.steps TABLE FOLDER [WORD ...]`` (``changes``, ``chips``,
-``flags``, ``slices``, ``decodes``) runs ``tpuport plan`` once for each row that has no
-``NAME.json`` in FOLDER yet (half a minute to some minutes each on two cores), keeps the
-document there, and prints the table and, below it, the command of each row. With words
-only rows whose command, or what they are called in the table, has all of them. What was
-kept from another source of tpuport is told. Nothing here is measured on a chip.
+``flags``, ``slices``, ``published``, ``decodes``) runs ``tpuport plan`` once for each
+row that has no ``NAME.json`` in FOLDER yet (half a minute to some minutes each on two
+cores), keeps the document there, and prints the table and, below it, the command of
+each row. With words only rows whose command, or what they are called in the table, has
+all of them. What was kept from another source of tpuport is told. Nothing here is
+measured on a chip, and no published figure was measured by this project.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tpuport.core.programs.program_key import source_hash
+import tpuport
+
+
+class Model(NamedTuple):
+    """A model by its name in tables, its flags, and its blocks with attention."""
+
+    title: str
+    args: str
+    layers: int
+
 
 MODELS = {
-    "cogvideox": ("--model cogvideox --variant 1.5-5b --size 1280x720", 42),
-    "hunyuanvideo": (
+    "cogvideox": Model(
+        "CogVideoX1.5-5B",
+        "--model cogvideox --variant 1.5-5b --size 1280x720 --frames 81",
+        42,
+    ),
+    "hunyuanvideo": Model(
+        "HunyuanVideo-1.5",
         "--model hunyuanvideo --variant 1.5-720p-t2v --size 1280x720 --frames 121",
         54,
     ),
 }
-TITLES = {"cogvideox": "CogVideoX1.5-5B", "hunyuanvideo": "HunyuanVideo-1.5"}
 # The compiler's own values of the flags that tpuport sets.
 PLAIN_FLAGS = (
     "--xla_tpu_scoped_vmem_limit_kib=-1 --xla_tpu_enable_async_all_to_all=false"
 )
+UPSTREAM = "--blocks upstream"
 DECODE = "--stage decode --vae-tiling off"
 # Devices of a slice of eight, as its name counts them.
 DEVICES = {"v6e-8": 8, "v5p-8": 4, "v7x-8": 8}
+
+
+class Published(NamedTuple):
+    """A step of a hand-written port: seconds, and what is known of its kernel.
+
+    ``bundles`` are for 2^20 scores; lengths are padded to multiples of ``q``, ``kv``.
+    """
+
+    seconds: float
+    bundles: int
+    q: int
+    kv: int
+
+    def cycles(self, heads: int, length: int) -> float:
+        """Of one call with as many queries as keys, on one chip."""
+        padded = math.ceil(length / self.q) * self.q * math.ceil(length / self.kv)
+        return self.bundles * heads * padded * self.kv / 2**20
 
 
 @dataclass(frozen=True)
@@ -48,11 +82,12 @@ class Row:
     slice: str
     args: str
     environment: dict[str, str] = field(default_factory=dict)
+    published: Published | None = None
 
     @property
     def command(self) -> str:
-        model, _ = MODELS[self.model]
-        text = f"tpuport plan --topology {self.slice} {model} {self.args}"
+        args = f"{MODELS[self.model].args} {self.args}"
+        text = f"tpuport plan --topology {self.slice} {args}"
         return " ".join([*(f'{k}="{v}"' for k, v in self.environment.items()), text])
 
     @property
@@ -77,34 +112,41 @@ class Row:
             if done.returncode:
                 print(f"{self.command}: exit code {done.returncode}", file=sys.stderr)
                 return None
-            made = json.loads(done.stdout)
-            kept = {**made, "source": source_hash("tpuport")}
+            kept = {**json.loads(done.stdout), "source": source_hash()}
             path.write_text(json.dumps(kept, indent=1) + "\n")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
 
+def source_hash() -> str:
+    """Of the source of tpuport."""
+    files = sorted(Path(tpuport.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def heads_over(devices: int) -> str:
+    """Guidance over two parts, heads over the others."""
+    return f"--mesh dp=2,tp={devices // 2}"
+
+
+def tokens_over(devices: int) -> str:
+    """Guidance over two parts, tokens over the others."""
+    return f"--mesh dp=2,sp={devices // 2}" if devices > 1 else "--mesh dp=1"
+
+
 def changes() -> list[Row]:
     """One change after the other, on eight chips or cores of three generations."""
     plain = {"LIBTPU_INIT_ARGS": PLAIN_FLAGS}
-    upstream = "--blocks upstream"
-
-    def steps(devices: int) -> list[tuple[str, str, bool]]:
-        heads = f"--mesh dp=2,tp={devices // 2}"
-        return [
-            ("upstream's blocks, jax's kernel", f"{upstream} --attention jax", True),
-            ("our kernel", upstream, True),
-            ("one joint sequence, heads over tp", heads, True),
-            ("tokens over sp", "", True),
-            ("compiler flags: the default", "", False),
-            ("weights of blocks in parts", "--sharding gathered", False),
-        ]
-
     return [
-        Row(title, model, topology, args, plain if without_flags else {})
+        Row(title, model, topology, args, environment)
         for topology, devices in DEVICES.items()
         for model in MODELS
-        for title, args, without_flags in steps(devices)
+        for title, args, environment in (
+            ("upstream's blocks", f"{UPSTREAM} {heads_over(devices)}", plain),
+            ("native blocks, heads over tp", heads_over(devices), plain),
+            ("tokens over sp", tokens_over(devices), plain),
+            ("compiler flags", tokens_over(devices), {}),
+        )
     ]
 
 
@@ -113,8 +155,11 @@ def chips() -> list[Row]:
     return [
         Row(title, model, topology, args)
         for model in MODELS
-        for topology in DEVICES
-        for title, args in (("upstream's", "--blocks upstream"), ("native", ""))
+        for topology, devices in DEVICES.items()
+        for title, args in (
+            ("upstream's", f"{UPSTREAM} {heads_over(devices)}"),
+            ("native", tokens_over(devices)),
+        )
         if topology != "v6e-8"
     ]
 
@@ -126,7 +171,13 @@ def flags() -> list[Row]:
     places = [("cogvideox", f"{chip}-8") for chip in ("v6e", "v7x", "v5p", "v5e")]
     places.insert(1, ("hunyuanvideo", "v6e-8"))
     return [
-        Row(title, model, topology, "", {"LIBTPU_INIT_ARGS": given} if given else {})
+        Row(
+            title,
+            model,
+            topology,
+            tokens_over(DEVICES.get(topology, 8)),
+            {"LIBTPU_INIT_ARGS": given} if given else {},
+        )
         for model, topology in places
         for title, given in kinds.items()
     ]
@@ -139,13 +190,36 @@ def slices() -> list[Row]:
         for model in MODELS
         for count in (1, 4, 8, 16, 32, 64, 128, 256)
         for title, args in (
-            ("1 video", ""),
+            ("1 video", tokens_over(count)),
             (
                 f"{count // 8} videos",
                 f"--batch {count // 8} --mesh dp={count // 4},sp=4",
             ),
         )
-        if not args or count in (64, 256)
+        if title == "1 video" or count in (64, 256)
+    ]
+
+
+def published() -> list[Row]:
+    """Mesh, tiles and blocks of hand-written ports, without the flags of tpuport."""
+    plain = {"LIBTPU_INIT_ARGS": PLAIN_FLAGS}
+    return [
+        Row(
+            "dp=2,tp=4, exp2 kernel 3328/2816/256",
+            "cogvideox",
+            "v6e-8",
+            f"{UPSTREAM} {heads_over(8)}",
+            plain,
+            Published(2.08, 2066, 3328, 2816),
+        ),
+        Row(
+            "tp=8, exp2 kernel 3072/2048/1024",
+            "hunyuanvideo",
+            "v6e-8",
+            f"{UPSTREAM} --mesh tp=8",
+            plain,
+            Published(5.81, 2493, 3072, 2048),
+        ),
     ]
 
 
@@ -166,54 +240,81 @@ TABLES = {
     "chips": chips,
     "flags": flags,
     "slices": slices,
+    "published": published,
     "decodes": decodes,
 }
-
 STEP_HEAD = [
     *("model", "slice", "mesh", "what", "attention", "products", "rest"),
     *("collectives", "step", "memory per chip"),
 ]
-DECODE_HEAD = ["model", "slice", "what", "first chunk", "others", "decode"]
-DECODE_HEAD += ["memory per chip", "compile"]
+PUBLISHED_HEAD = ["model", "what", "published", "predicted", "of it", "floor"]
+DECODE_HEAD = ["model", "slice", "what", "programs", "decode", "memory per chip"]
+DECODE_HEAD += ["compile"]
+
+
+def memory(plan: dict[str, Any]) -> str:
+    """Of a chip."""
+    fits = "" if plan["fits"] else ", does not fit"
+    return f"{plan['hbm_bytes_per_chip'] / 2**30:.1f} GiB{fits}"
 
 
 def cells(row: Row, plan: dict[str, Any]) -> list[str]:
     """Slice and mesh, cycles of a layer by what they are spent on, seconds, memory."""
-    _, layers = MODELS[row.model]
+    model = MODELS[row.model]
     mesh = ",".join(f"{k}={v}" for k, v in plan["mesh"].items() if v > 1) or "dp=1"
-    seconds = plan["seconds_per_step"]
-    clock = plan["chip"]["clock_hz"]
-    split = plan["split"] or {}
+    seconds, split = plan["seconds_per_step"], plan["split"]
     million = [
-        f"{split[key] * clock / layers / 1e6:.2f}" if split else "-"
+        f"{split[key] * plan['chip']['clock_hz'] / model.layers / 1e6:.2f}"
+        if split
+        else "-"
         for key in ("attention", "matmul", "other", "collective")
     ]
+    step = f"{seconds:.3f} s" if seconds else "-"
+    return [model.title, row.slice, mesh, row.title, *million, step, memory(plan)]
+
+
+def published_cells(row: Row, plan: dict[str, Any]) -> list[str]:
+    """A published step beside the plan with the port's kernel in place of ours."""
+    kernel, model = row.published, MODELS[row.model]
+    assert kernel is not None
+    stage = plan["stages"]["denoise"]
+    rows = [(p, one) for p in stage["programs"] for one in p["attention"]]
+    program, call = max(rows, key=lambda found: math.prod(found[1]["query"]))
+    batch, heads, length, _ = call["query"]
+    parts = [plan["mesh"][axis] if axis else 1 for axis in call["split"][:2]]
+    ours = max(one["cycles"] for one in plan["kernels"])
+    theirs = kernel.cycles(batch * heads // math.prod(parts), length)
+    calls = model.layers * program["calls"] / stage["calls"]
+    change = calls * (theirs - ours) / plan["chip"]["clock_hz"]
+    step = plan["seconds_per_step"] + change
     return [
-        TITLES[row.model],
-        row.slice,
-        mesh,
+        model.title,
         row.title,
-        *million,
-        f"{seconds:.3f} s" if seconds else "-",
-        f"{plan['hbm_bytes_per_chip'] / 2**30:.1f} GiB"
-        + ("" if plan["fits"] else ", does not fit"),
+        f"{kernel.seconds:.2f} s",
+        f"{step:.2f} s",
+        f"{step / kernel.seconds - 1:+.0%}",
+        f"{plan['floor_per_step'] + change:.2f} s",
     ]
 
 
 def decode_cells(row: Row, plan: dict[str, Any]) -> list[str]:
-    """Seconds of a chunk and of all, memory, and what compiling took."""
-    first, other = plan["stages"]["decode"]["programs"]
+    """Seconds of the programs and of all, memory, and what compiling took."""
+    programs = plan["stages"]["decode"]["programs"]
     return [
-        TITLES[row.model],
+        MODELS[row.model].title,
         row.slice,
         row.title,
-        f"{1000 * first['seconds']:.1f} ms",
-        f"{other['calls']} x {1000 * other['seconds']:.1f} ms",
+        " + ".join(f"{p['calls']} x {1000 * p['seconds']:.1f} ms" for p in programs),
         f"{plan['stage_seconds']['decode']:.3f} s",
-        f"{plan['hbm_bytes_per_chip'] / 2**30:.1f} GiB"
-        + ("" if plan["fits"] else ", does not fit"),
-        f"{first['compile_seconds']:.0f} + {other['compile_seconds']:.0f} s",
+        memory(plan),
+        " + ".join(f"{p['compile_seconds']:.0f}" for p in programs) + " s",
     ]
+
+
+HEADS = {
+    "decodes": (DECODE_HEAD, decode_cells),
+    "published": (PUBLISHED_HEAD, published_cells),
+}
 
 
 def main(table: str, folder: Path, words: list[str]) -> int:
@@ -223,8 +324,7 @@ def main(table: str, folder: Path, words: list[str]) -> int:
         how many rows have no plan.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    decoding = table == "decodes"
-    head, line = (DECODE_HEAD, decode_cells) if decoding else (STEP_HEAD, cells)
+    head, line = HEADS.get(table, (STEP_HEAD, cells))
     print("|", " | ".join(head), "|")
     print("|", " | ".join("---" for _ in head), "|")
     rows = [
@@ -238,7 +338,7 @@ def main(table: str, folder: Path, words: list[str]) -> int:
     for row in rows:
         plan = row.document(folder)
         failed += plan is None
-        older += plan is not None and plan.get("source") != source_hash("tpuport")
+        older += plan is not None and plan.get("source") != source_hash()
         if plan is not None:
             print("|", " | ".join(line(row, plan)), "|", flush=True)
     if older:

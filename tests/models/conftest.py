@@ -1,19 +1,10 @@
-"""Small CogVideoX checkpoints in the real on-disk layout, one per form."""
+"""Small modules of CogVideoX, one per form."""
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
-
-from tests.processes import Once
-from tpuport.models.cogvideox import demo
 
 #: How programs are compiled for users, as ``compiler_options``: XLA's own defaults,
 #: which ``tests/conftest.py`` turns off. What memory a program takes depends on them.
@@ -71,14 +62,6 @@ TRANSFORMER = {
     "sample_frames": 9,
 }
 
-SCHEDULER = {
-    "prediction_type": "v_prediction",
-    "rescale_betas_zero_snr": True,
-    "snr_shift_scale": 1.0,
-    "timestep_spacing": "trailing",
-    "clip_sample": False,
-}
-
 
 def make_transformer(form: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """A small transformer of a form, with weights that are not all near zero."""
@@ -133,89 +116,3 @@ def make_text_encoder(seed: int = 0) -> torch.nn.Module:
         tie_word_embeddings=False,
     )
     return T5EncoderModel(config).eval()
-
-
-def write_checkpoint(folder: Path, form: str, scheduler: str, seed: int = 0) -> Path:
-    """Write a pipeline as ``save_pretrained`` lays it out."""
-    import diffusers
-
-    make_transformer(form, seed).save_pretrained(folder / "transformer")
-    inverted = {"invert_scale_latents": True} if form == "1.5-5b-i2v" else {}
-    make_vae(seed, **inverted).save_pretrained(folder / "vae")
-    make_text_encoder(seed).save_pretrained(folder / "text_encoder")
-    demo.write_tokenizer(folder / "tokenizer")
-    cls = getattr(diffusers, scheduler)
-    cls(**SCHEDULER).save_pretrained(folder / "scheduler")
-    index = {
-        "_class_name": "CogVideoXImageToVideoPipeline"
-        if form in IMAGE_FORMS
-        else "CogVideoXPipeline",
-        "_diffusers_version": diffusers.__version__,
-        "scheduler": ["diffusers", scheduler],
-        "text_encoder": ["transformers", "T5EncoderModel"],
-        "tokenizer": ["transformers", "T5Tokenizer"],
-        "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLCogVideoX"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return folder
-
-
-#: The scheduler each form is published with.
-PUBLISHED = {
-    "2b": "CogVideoXDDIMScheduler",
-    "5b": "CogVideoXDPMScheduler",
-    "1.5-5b": "CogVideoXDPMScheduler",
-}
-
-
-def checkpoint_of(form: str, folder: Path) -> Path:
-    """Write the checkpoint of a form with the scheduler of :data:`PUBLISHED`."""
-    return write_checkpoint(folder, form, PUBLISHED.get(form, "CogVideoXDPMScheduler"))
-
-
-@pytest.fixture(scope="session")
-def checkpoints(once: Once) -> Callable[[str], Path]:
-    """The folder of a small checkpoint of a form, made once for all test processes."""
-
-    @functools.cache
-    def get(form: str) -> Path:
-        return once(f"cogvideox-{form}", lambda folder: checkpoint_of(form, folder))
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def cache(cache_dir: Path) -> Path:
-    """A cache folder shared by the tests, so that a program compiles once."""
-    return cache_dir
-
-
-def pictures(
-    count: int, rows: int = 70, columns: int = 110, seed: int = 0
-) -> np.ndarray:
-    """Random pictures, or the frames of a video: uint8 [count, rows, columns, 3]."""
-    draw = np.random.default_rng(seed)
-    return draw.integers(0, 256, (count, rows, columns, 3), dtype=np.uint8)
-
-
-def generators_of(seeds: int | list[int]) -> Any:
-    """What the upstream pipelines take: one generator, or one for each video."""
-    if isinstance(seeds, list):
-        return [torch.Generator().manual_seed(seed) for seed in seeds]
-    return torch.Generator().manual_seed(seeds)
-
-
-def frames_and_latents(pipe: Any, **asked: Any) -> tuple[np.ndarray, torch.Tensor]:
-    """What one run of an upstream pipeline gives, and the latents it decoded.
-
-    They are those after its last step, which are also its own output of that type.
-    """
-    after: dict[str, Any] = {}
-
-    def keep(pipe: Any, step: int, timestep: Any, given: Any) -> dict[str, Any]:
-        after.update(given)
-        return {}
-
-    frames = pipe(**asked, callback_on_step_end=keep, output_type="np").frames
-    return frames, after["latents"]

@@ -33,7 +33,7 @@ from tests.pipelines.example import (
     run,
 )
 from tests.tolerances import TOLERANCES
-from tpuport.plugins import reader_of
+from tpuport.plugins import plugin_for
 
 MESHES = ("dp=1", "dp=2", "sp=2", "sp=3", "sp=8", "dp=2,sp=2", "dp=2,sp=2,tp=2")
 LIMIT = 400
@@ -125,8 +125,8 @@ def row(one: Example, found: dict[str, dict[str, Any]]) -> str:
     A mesh that is not named was not tried.
     """
     cost = "nothing"
-    if (model := reader_of(one.name.partition("-")[0])) is not None:
-        cost = f"the plugin of {model}"
+    if (plugin := plugin_for(one.name.partition("-")[0])) is not None:
+        cost = f"the plugin of {plugin.name}"
     if one.refused:
         return f"| {one.name} | {one.kind} | no: {one.refused} | - | - | - |"
     if not found:

@@ -50,6 +50,8 @@ def pad(
         pairs[-1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
     around = pairs[-2:]
     if input.ndim < 4 or around == [(0, 0)] * 2:
+        if mode == "replicate":  # the ends of rows and columns are not looked at
+            return _lengthened(input, pairs)
         return _widened(input, pairs, mode, value)
     before, after = zip(*around, strict=True)
     inside = [*pairs[:-2], (0, 0), (0, 0)]

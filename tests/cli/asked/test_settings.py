@@ -60,8 +60,9 @@ def file(tmp_path: Path) -> Any:
     return write
 
 
-def test_defaults_are_left_to_the_variant() -> None:
-    assert parse() == Settings()
+def test_defaults_are_left_to_the_variant(file: Any, tmp_path: Path) -> None:
+    assert parse() == parse("--config", file("# nothing\n")) == Settings()
+    assert "does not exist" in refused("--config", tmp_path / "none.yaml")
 
 
 def test_both_spellings_mean_the_same() -> None:
@@ -78,39 +79,20 @@ def test_both_spellings_mean_the_same() -> None:
 def test_size_is_width_by_height() -> None:
     settings = parse("--size", "720x480")
     assert (settings.width, settings.height) == (720, 480)
-
-
-@pytest.mark.parametrize("size", ["720", "720x", "axb", "720x480x3", "-1x5"])
-def test_a_size_of_another_form_is_refused(size: str) -> None:
-    assert "WIDTHxHEIGHT" in refused("--size", size)
-
-
-@pytest.mark.parametrize("size", ["0x64", "96x0"])
-def test_a_size_of_nothing_is_refused(size: str) -> None:
-    assert f"--size: '{size}' is empty" in refused("--size", size)
+    for size in ("720", "axb", "720x480x3", "-1x5"):
+        assert "WIDTHxHEIGHT" in refused("--size", size)
+    assert "--size: '96x0' is empty" in refused("--size", "96x0")
+    assert "--size and --height" in refused("--size", "96x64", "--height", "64")
 
 
 @pytest.mark.parametrize(
     "flag",
     ["--image", "--video", "--latents", "--weights", "--config", "--run-dir"],
 )
-@pytest.mark.parametrize(
-    "address",
-    [
-        "https://a.b/c",
-        "HTTP://a.b/c",
-        "s3://b/c",
-        "gs://b/c",
-        "data:image/png;base64,A",
-    ],
-)
-def test_an_address_is_refused_by_every_flag(flag: str, address: str) -> None:
-    said = refused(flag, address)
-    assert said.startswith(f"{flag}: '{address}' is an address; download it")
-
-
-def test_size_and_height_exclude_each_other() -> None:
-    assert "--size and --height" in refused("--size", "96x64", "--height", "64")
+def test_an_address_is_refused_by_every_flag(flag: str) -> None:
+    for address in ("HTTP://a.b/c", "s3://b/c", "data:image/png;base64,A"):
+        said = refused(flag, address)
+        assert said.startswith(f"{flag}: '{address}' is an address; download it")
 
 
 def test_seeds_are_repeated_or_listed() -> None:
@@ -137,7 +119,7 @@ def test_a_prompt_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
     assert parse("--prompt-file", prompts).prompt == expected
 
 
-def test_a_prompt_file_without_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_file_that_is_none_is_refused(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n# nothing\n")
     assert "holds no prompt" in refused("--prompt-file", prompts)
@@ -154,12 +136,9 @@ def test_prompt_and_prompt_file_exclude_each_other(tmp_path: Path) -> None:
     assert "--prompt and --prompt-file exclude each other" in said
 
 
-@pytest.mark.parametrize("flag", ["--steps", "--frames", "--height", "--width"])
-@pytest.mark.parametrize("value", ["0", "-3"])
-def test_counts_are_positive(flag: str, value: str) -> None:
-    said = refused(flag, value)
-    assert flag in said
-    assert value in said
+def test_counts_are_positive() -> None:
+    for value in ("0", "-3"):
+        assert f"--steps: {value}" in refused("--steps", value)
 
 
 # --- the file
@@ -253,25 +232,19 @@ def test_the_file_wins_over_the_environment(
     ("text", "said"),
     [
         ("stpes: 4", "did you mean steps?"),
-        ("num_infrence_steps: 4", "did you mean num_inference_steps?"),
         ("qqq: 4", "the keys are the flags in --help"),
-        ("config: other.yaml", "unknown key 'config'"),
         ("steps: many", "steps: 'many' is not an integer"),
-        ("steps: 2.5", "is not an integer"),
         ("steps: [2]", "steps: [2] is a list, not an integer"),
-        ("fps: [2, 3]", "fps: [2, 3] is a list, not a number"),
         ("model: [a]", "model: ['a'] is a list, not text"),
         ("steps: true", "is not an integer"),
         ("guidance: high", "is not a number"),
         ("prompt: 3", "is not text"),
         ("json: 1", "neither true nor false"),
-        ("backend: cuda", "tpuport, diffusers"),
         ("blocks: fast", "blocks: 'fast' is none of native, upstream"),
         (
             "steps: 1\nnum-inference-steps: 2",
             "steps and num-inference-steps are the same setting",
         ),
-        ("size: 96x64\nwidth: 96", "exclude each other"),
         ("prompt: a\nprompt_file: b", "exclude each other"),
         ("- a\n- b", "holds list"),
         ("a: [", "is not YAML"),
@@ -289,14 +262,6 @@ def test_a_file_that_is_wrong_is_refused(file: Any, text: str, said: str) -> Non
     message = refused("--config", config)
     assert said in message
     assert str(config) in message
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    assert "does not exist" in refused("--config", tmp_path / "none.yaml")
-
-
-def test_an_empty_file_says_nothing(file: Any) -> None:
-    assert parse("--config", file("# nothing\n")) == Settings()
 
 
 def test_what_a_command_reads_is_known(file: Any, tmp_path: Path) -> None:
@@ -322,12 +287,11 @@ def test_a_value_off_its_rule_names_the_file_that_gave_it(
     assert "divisible by 16" in ran.err
 
 
-@pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("'off'", "off")])
-def test_tiling_as_the_key_of_a_file(written: str, meant: str, file: Any) -> None:
+def test_tiling_as_the_key_of_a_file(file: Any) -> None:
     # A bare on or off is a boolean in YAML.
-    config = file(f"vae_tiling: {written}\n")
-    assert parse("--config", config).vae_tiling == meant
-    assert parse().vae_tiling is None
+    for written, meant in (("on", "on"), ("'off'", "off")):
+        config = file(f"vae_tiling: {written}\n")
+        assert parse("--config", config).vae_tiling == meant
     assert "'maybe' is none of on, off" in refused("--vae-tiling", "maybe")
 
 

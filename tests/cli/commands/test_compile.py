@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[3]
     [
         ([], "--out is missing"),
         (["--out", "x", "--stage", "paint"], "choose one of encode, denoise, decode"),
-        (["--out", "x", "--topology", "v6e-7"], "unknown TPU topology 'v6e-7'"),
         (["--out", "x", "--topology", "cpu-0"], "unknown TPU topology 'cpu-0'"),
         (
             ["--out", "x", "--topology", "v6e-8", "--mesh", "dp=4,tp=4"],
@@ -77,7 +76,7 @@ def test_executables_for_absent_chips(absent: tuple[Any, Path]) -> None:
     assert (
         sum(one["bytes"] for one in document["programs"]) == (document["program_bytes"])
     )
-    (key,) = (e.key for e in entries if e.key.stage == "transformer")
+    (key,) = (e.key for e in entries if e.key.component == "transformer")
     assert (key.platform, key.chip, key.host) == ("tpu", "TPU v6 lite", "")
     assert key.mesh == {"dp": 1, "sp": 4, "tp": 2}
     # One machine with eight chips: all of one process, each at its place.

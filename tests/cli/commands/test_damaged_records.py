@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from collections.abc import Callable
@@ -21,35 +20,42 @@ from tpuport.core.drive.pipeline_run import PipelineRun
 from tpuport.core.pipelines import sidecar
 from tpuport.errors import TpuportError
 
-#: Fields that nothing reads again, or that are compared and not used.
+#: Fields of any value: what nothing reads again, what upstream's own code reads
+#: (options and plain values), and what is compared alone.
 FREE = {
-    "tape": re.compile(r"checksum|finished|how(\..*)?|.*plain.*|.*<extra>"),
+    "run": r"checksum|asked\.options(\..*)?",
+    "sidecar": r"checksum|(platform|summary)\..*|request\.options\..*",
+    "tape": r"checksum|how\..*|(calls\.0\.call\.answer|steps\.0\.\w+)\.plain(\..*)?"
+    r"|histories\.plain\.<extra>",
 }
-FREE["run"] = FREE["sidecar"] = re.compile(
-    r"checksum|created|tpuport_version|(platform|summary|output)\..*|pipeline|source"
-    r"|out|video|noise|(weights|inputs|versions)(\..*)?|frames_sha256"
-    r"|request\.(flags|options|prompts|negative_prompts|seeds)(\..*)?"
-    r"|how\.(?!backend|dtype|mesh).*|asked(\..*)?|.*<extra>"
+#: Fields that may be null or missing: what was not given, or not known.
+ABSENT = {
+    "run": r"asked\.\w+(\.0)?|versions\.\w+|weights\.\w+",
+    "sidecar": r"how\.vae_tiling|request\.(flags\.\w+|(negative_)?prompts\.0)"
+    r"|versions\.\w+|weights\.fingerprints\.\w+",
+    "tape": r"finished|calls\.0(\.call\.(answer|random))?|steps\.0|.*\.tensors\.0",
+}
+#: Other values that say something too: one prompt, one seed, one device, no history.
+OTHER = (
+    *(("asked.prompt", value) for value in ("", "no such word")),
+    *(("asked.seed", value) for value in (-1, 10**8, 10**30)),
+    ("asked.mesh", {}),
+    *(("histories.plain.dict", value) for value in ("", {})),
 )
-#: Fields that may be null or missing, by these values.
-SOME = {
-    (None,): re.compile(r"calls\.0\.call\.(answer|random)"),
-    (None, MISSING): re.compile(r"how\.vae_tiling|asked\.\w+"),
-}
 
 
 def may_be(kind: str, damage: Damage) -> bool:
     """Whether the damage leaves what tpuport could have written, or does not read."""
-    return bool(FREE[kind].fullmatch(damage.field)) or any(
-        damage.value in values and known.fullmatch(damage.field)
-        for values, known in SOME.items()
-    )
+    field, value = damage.field, damage.value
+    absent = value in (None, MISSING) and re.fullmatch(ABSENT[kind], field)
+    return bool(re.fullmatch(FREE[kind], field) or absent or (field, value) in OTHER)
 
 
 def read_run(file: Path) -> None:
     """All that is read of a run.json."""
     run = PipelineRun.open(file.parent)
-    _asked_again(run, Settings(run_dir=file.parent), resumes=False)
+    for resumes in (False, True):
+        _asked_again(run, Settings(run_dir=file.parent), resumes=resumes)
 
 
 def read_tape(file: Path) -> None:
@@ -103,21 +109,7 @@ def test_each_field_is_held_to_its_type(
     kind: str, files: dict[str, tuple[Path, Any]]
 ) -> None:
     file, read_all = files[kind]
-    tried = sample(damages(json.loads(file.read_text()), 4), 150)
-    assert (
-        sum(refused(kind, file, damage, read_all) for damage in tried) > len(tried) / 4
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["run", "tape", "sidecar"])
-def test_fields_drawn_by_a_seed(kind: str, files: dict[str, tuple[Path, Any]]) -> None:
-    """2000 damages; the seed is printed."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    file, read_all = files[kind]
-    every = damages(json.loads(file.read_text()), 6)
-    tried = sample(every, 2000, random.Random(seed))
+    tried = sample(damages(json.loads(file.read_text()), 6), 250)
     assert (
         sum(refused(kind, file, damage, read_all) for damage in tried) > len(tried) / 4
     )

@@ -179,28 +179,6 @@ def test_a_prompt_over_the_limit_is_warned_of(cli: Cli, folder: Path) -> None:
     assert line.endswith(" tokens, and WanPipeline reads the first 16")
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--image", "nope.png"), "image nope.png does not exist"),
-        (("--image", "https://a.b/c.png"), "is an address; download it"),
-        (("--image", "text.txt"), "image text.txt cannot be read"),
-        (("--image", "a", "--video", "b"), "exclude each other"),
-    ],
-)
-def test_what_is_no_image_is_refused(
-    cli: Cli, copied: Path, args: tuple[str, ...], said: str
-) -> None:
-    index = copied / "model_index.json"
-    kind = {"_class_name": "WanImageToVideoPipeline"}
-    index.write_text(json.dumps({**json.loads(index.read_text()), **kind}))
-    Path("text.txt").write_text("not a picture")
-    ran = cli("generate", "--weights", copied, *ASKED, *args)
-    assert ran.code == 2, ran.err
-    assert ran.last.startswith("error: ")
-    assert said in ran.last
-
-
 def test_a_video_that_is_there_is_kept_unless_told_otherwise(
     cli: Cli, run: Path, folder: Path
 ) -> None:
@@ -243,16 +221,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(
     for command in (("generate", *weights, *ASKED), ("replay", sidecar)):
         last = cli(*command, *out).last
         assert last == "error: --report v.gif.json: is a file of the video v.gif"
-
-
-def test_a_gif_that_lasts_too_long_is_refused_before_the_work(
-    cli: Cli, folder: Path
-) -> None:
-    asked = ("generate", "--weights", folder, *UPSTREAM, "--out", "fox.gif")
-    ran = cli(*asked, "--fps", "0.001")
-    assert ran.code == 2
-    assert "and .gif holds 655 s; ask for --fps" in ran.last
-    assert "loading" not in ran.err
 
 
 # --- when it ends early
@@ -341,9 +309,12 @@ def test_an_unexpected_error_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(float("nan"), "NaN"), (0.0, "all 5 frames are black")]
+    ("value", "said", "out"),
+    [
+        (float("nan"), "NaN", "v.gif"),
+        (0.0, "all 5 frames are black", "frames/"),
+    ],
 )
-@pytest.mark.parametrize("out", ["v.gif", "frames/"])
 def test_a_video_that_is_refused_gets_no_name(
     cli: Cli,
     folder: Path,
@@ -376,35 +347,33 @@ def test_a_video_that_is_refused_gets_no_name(
     [
         (("--model", "cogvideo"), "installed: cogvideox"),
         (("--weights", ""), "--weights is empty"),
-        (("--prompt", "a\udcffb"), "character 2 is half of a surrogate"),
-        (("--steps", "0"), "--steps: 0"),
-        (("--mesh", "pp=2"), "'pp'"),
         (("--dtype", "float16"), "float32, bfloat16"),
         (("--attention", "flash"), "auto, splash"),
         (("--attention", "splash:block_q=128"), "--attention splash is for TPU only"),
-        (("--backend", "cuda"), "tpuport, diffusers"),
         (("--vae-tiling", "auto"), "auto' is gone: give on or off"),
         (("--latents", "none.safetensors"), "none.safetensors cannot be read"),
         (("--out", "video.avi"), ".mp4, .gif, .webm"),
         (("--out", ""), "give a file such as fox.mp4, or a folder"),
-        (("--out", "-"), "give a file such as fox.mp4, or a folder"),
         (("--out", "file/video.mp4"), "file"),
         (("--run-dir", "file"), "--run-dir file: file is not a folder"),
-        (("--cache-dir", "file/cache"), "--cache-dir"),
         (("--profile-calls", "2"), "--profile-calls goes with --profile only"),
         (("--profile", "file/deep"), "--profile file/deep: "),
         (("--profile", "."), "--profile .: holds file, which is no profile of a sta"),
         (("--no-jit-stage", "decod"), "--no-jit-stage: 'decod' is none of encode, "),
-        (("--cache", "deepcash"), "did you mean deepcache"),
         (("--cache", "deepcache:order=2"), "is not a setting of"),
         (("--sharding", "all"), "sharding 'all': wan has default"),
-        (("--executables", "none"), "the folder of executables none does not exist"),
         (("--executables", "."), "manifest.json: is missing"),
         (("--frames", "10000000"), "of memory; about "),
+        (("--out", "fox.gif", "--fps", "0.001"), "and .gif holds 655 s; ask for --fps"),
+        (("--image", "a", "--video", "b"), "exclude each other"),
+        (
+            ("--mesh", "dp=2,tp=8"),
+            "device_count=16 tries it on this machine; tpuport plan --topology v6e-16",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    cli: Cli, folder: Path, args: tuple[str, str], said: str
+    cli: Cli, folder: Path, args: tuple[str, ...], said: str
 ) -> None:
     Path("file").touch()
     ran = cli("generate", "--weights", folder, *ASKED, *args)
@@ -415,23 +384,10 @@ def test_bad_input_is_refused_in_one_line(
     assert os.listdir() == ["file"]
 
 
-def test_a_mesh_too_large_for_these_cpus_is_told_where_it_would_do(
-    cli: Cli, folder: Path
-) -> None:
-    ran = cli("generate", "--weights", folder, *ASKED, "--mesh", "dp=2,tp=8")
-    assert ran.code == 2
-    assert "needs 16 devices, there are 8" in ran.last
-    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16 tries it" in ran.last
-    assert ran.last.endswith("tpuport plan --topology v6e-16 plans it")
-
-
-def test_no_prompt_is_refused(cli: Cli, folder: Path) -> None:
+def test_no_prompt_and_no_weights_are_refused(cli: Cli, folder: Path) -> None:
     ran = cli("generate", "--weights", folder, *ASKED[2:])
     assert ran.code == 2
     assert "--prompt" in ran.last
-
-
-def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
     ran = cli("generate", *ASKED, "--weights", "./none")
     assert ran.code == 2
     assert "does not exist" in ran.last
@@ -440,39 +396,12 @@ def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
     assert "hub id 'nobody/nothing' is not in the cache" in ran.last
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        ("no component", "text_encoder/"),
-        ("truncated", "truncated"),
-        ("missing", "has no weight"),
-        ("NaN", "holds NaN or infinite values"),
-        ("pickle", "pickle"),
-        ("no index", "model_index.json or modular_model_index.json"),
-    ],
-)
-def test_damaged_weights_are_refused(
-    cli: Cli, copied: Path, damage: str, said: str
-) -> None:
-    folder = copied / "text_encoder"
-    (file,) = folder.glob("*.safetensors")
-    if damage == "no component":
-        shutil.rmtree(folder)
-    elif damage == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif damage == "pickle":
-        file.rename(folder / "pytorch_model.bin")
-    elif damage == "no index":
-        (copied / "model_index.json").unlink()
-    else:
-        tensors = load_file(file)
-        name = "encoder.final_layer_norm.weight"
-        if damage == "missing":
-            tensors.pop(name)
-        else:
-            tensors[name] = tensors[name] * float("nan")
-        save_file(tensors, file, {"format": "pt"})
+def test_damaged_weights_are_refused(cli: Cli, copied: Path) -> None:
+    (file,) = (copied / "text_encoder").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["encoder.final_layer_norm.weight"] *= float("nan")
+    save_file(tensors, file, {"format": "pt"})
     ran = cli("generate", "--weights", copied, *UPSTREAM)
     assert ran.code == 1
-    assert said in ran.last
+    assert "holds NaN or infinite values" in ran.last
     assert str(copied) in ran.last

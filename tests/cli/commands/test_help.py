@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.cli.tools import Cli
+from tpuport.api import DEFAULT_MODEL
 
 COMMANDS = (
     "generate",
@@ -32,24 +32,24 @@ COMMANDS = (
     "new-model",
     "doctor",
 )
+EVERY = (*COMMANDS, "bench attention", "runs clean")
 GROUPS = {"": {*COMMANDS}, "bench": {"attention"}, "runs": {"clean"}}
 HEAVY = ("torch", "jax", "diffusers", "transformers", "numpy")
 
 _LIST_MODULES = """
-import json, sys, time
-started = time.perf_counter()
+import json, sys
 from tpuport.cli import main
 import contextlib, io
 codes = []
 with contextlib.redirect_stdout(io.StringIO()):
     for args in json.loads(sys.argv[1]):
         codes.append(main(args))
-print(json.dumps([codes, sorted(sys.modules), time.perf_counter() - started]))
+print(json.dumps([codes, sorted(sys.modules)]))
 """
 
 
 def test_help_imports_nothing_heavy() -> None:
-    asked = [["--help"], [], ["--version"], *([c, "--help"] for c in COMMANDS)]
+    asked = [["--help"], [], ["--version"], *([*c.split(), "-h"] for c in EVERY)]
     asked += [["models"], ["plugins", "--json"], ["runs"]]
     done = subprocess.run(
         [sys.executable, "-c", _LIST_MODULES, json.dumps(asked)],
@@ -57,23 +57,13 @@ def test_help_imports_nothing_heavy() -> None:
         text=True,
         check=True,
     )
-    codes, modules, _ = json.loads(done.stdout)
+    codes, modules = json.loads(done.stdout)
     assert codes == [0] * len(asked)
     assert not set(HEAVY) & set(modules)
     assert done.stderr == ""
 
 
-def test_help_takes_a_small_share_of_what_importing_torch_takes() -> None:
-    def seconds(*command: str) -> float:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *command], check=True, capture_output=True)
-        return time.perf_counter() - started
-
-    quick = min(seconds("-m", "tpuport", "--help") for _ in range(2))
-    assert quick < seconds("-c", "import torch, jax") / 2
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, "bench attention", "runs clean"])
+@pytest.mark.parametrize("command", EVERY)
 def test_help_fits_two_screens_and_begins_with_what_most_runs_name(
     cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +80,7 @@ def test_help_fits_two_screens_and_begins_with_what_most_runs_name(
         assert common[:5] == ["--prompt", "--size", "--frames", "--steps", "--seed"]
         assert {"--out", "--model", "--variant", "--weights"} <= set(common)
         assert len(common) < 12
+        assert f"(default: {DEFAULT_MODEL})" in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize("group", ["", "bench", "runs"])
@@ -107,10 +98,8 @@ def test_a_group_says_in_full_what_its_commands_do(
         its_help = cli(*group.split(), command, "--help").out
         assert f"  {line[2:].removeprefix(command).strip()}\n" in its_help
     assert set(commands) == GROUPS[group]
-
-
-def test_nothing_asked_shows_the_help(cli: Cli) -> None:
-    assert cli().out == cli("--help").out
+    if not group:
+        assert cli().out == said
 
 
 @pytest.mark.parametrize(
@@ -118,21 +107,11 @@ def test_nothing_asked_shows_the_help(cli: Cli) -> None:
     [
         (("--bogus",), "No such option: --bogus"),
         (("generate", "--step", "2"), "--step (did you mean --steps?)"),
-        (("bench", "--vae-tiling", "on"), "No such option: --vae-tiling; see"),
-        (("decode", "--model", "x"), "No such option: --model"),
-        (
-            ("generate", "--mesh"),
-            "Option '--mesh' requires an argument; see `tpuport generate --help`",
-        ),
-        (("bench", "--repeat"), "requires an argument; see `tpuport bench --help`"),
         (
             ("bench", "attention", "--chip"),
             "requires an argument; see `tpuport bench attention --help`",
         ),
-        (("generate", "--steps", "abc"), "got 'abc'"),
-        (("bench", "attention", "--q-len", "0"), "got '0'"),
         (("generat",), "No such command 'generat'"),
-        (("generate", "--promt", "x"), "--prompt"),
         (("generate", "--steps", "many"), "'--steps'"),
         (("generate", "stray"), "stray"),
         (("replay",), "Missing argument 'FILE'"),
@@ -176,10 +155,3 @@ def test_an_error_is_short_whatever_was_given_and_keeps_its_advice(
     assert len(ran.last) <= 300
     assert ran.last.endswith(advice)
     assert "a panda plays" in ran.last
-
-
-def test_the_help_has_the_defaults(cli: Cli) -> None:
-    from tpuport.api import DEFAULT_MODEL
-
-    said = " ".join(cli("generate", "--help").out.replace("│", " ").split())
-    assert f"(default: {DEFAULT_MODEL})" in said

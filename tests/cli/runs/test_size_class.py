@@ -39,30 +39,18 @@ def asked(
     return found.width, found.height
 
 
-@pytest.mark.parametrize(
-    ("name", "aspect", "size"),
-    [
-        ("720p", (9.0, 16.0), (1280, 720)),
-        ("480p", (9.0, 16.0), (848, 480)),
-        ("480", (9.0, 16.0), (848, 480)),
-        ("480p", (16.0, 9.0), (480, 848)),
-        ("720p", (1.0, 1.0), (960, 960)),
-        ("480p", None, (848, 480)),  # the shape of the pipeline's own default
-        (None, (1.0, 1.0), (624, 624)),  # as many pixels as the default
-    ],
-)
 def test_a_class_is_a_number_of_pixels_in_a_shape(
-    name: str | None,
-    aspect: tuple[float, float] | None,
-    size: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert asked(monkeypatch, resolution=name, aspect_ratio=aspect) == size
-
-
-def test_the_shape_is_that_of_the_image(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    for name, aspect, size in (
+        ("720p", (9.0, 16.0), (1280, 720)),
+        ("480", (9.0, 16.0), (848, 480)),
+        ("480p", (16.0, 9.0), (480, 848)),
+        ("480p", None, (848, 480)),  # the shape of the pipeline's own default
+        (None, (1.0, 1.0), (624, 624)),  # as many pixels as the default
+    ):
+        assert asked(monkeypatch, resolution=name, aspect_ratio=aspect) == size
+    # Without a shape, that of the image.
     pixels = np.zeros((64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     image = str(tmp_path / "a.png")

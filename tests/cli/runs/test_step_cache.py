@@ -15,7 +15,9 @@ ASKED = ("--prompt", "a fox runs", *SIZE, "--steps", "6")
 CACHE = ("--cache", "taylorseer:start=1,interval=3")
 
 
-def test_a_step_cache_is_recorded_and_replayed(cli: Cli, folder: Path) -> None:
+def test_a_step_cache_is_recorded_replayed_and_that_of_stages(
+    cli: Cli, folder: Path
+) -> None:
     asked = ("--weights", folder, *ASKED, *CACHE)
     ran = cli("generate", *asked, "--out", "one.gif", "--json")
     assert ran.code == 0, ran.err
@@ -24,11 +26,6 @@ def test_a_step_cache_is_recorded_and_replayed(cli: Cli, folder: Path) -> None:
     assert flags["step_cache"] == "taylorseer:start=1,interval=3,order=1"
     again = cli("replay", "one.gif")
     assert again.code == 0, again.err
-
-
-def test_stages_have_the_step_cache_of_the_run(cli: Cli, folder: Path) -> None:
-    asked = ("--weights", folder, *ASKED, *CACHE)
-    assert cli("generate", *asked, "--out", "one.gif").code == 0
     for command in (("encode", *asked), ("denoise",), ("decode", "--out", "two.gif")):
         ran = cli(*command, "--run-dir", "run")
         assert ran.code == 0, ran.err

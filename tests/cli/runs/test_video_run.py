@@ -12,20 +12,49 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import tpuport
-from tests.cli.tools import ASKED, Cli
+from tests.cli.tools import ASKED, UPSTREAM, Cli
 from tests.core.files.videos import read_back, sound_of
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands import replay
-from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
+from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.pipelines import folder as pipelines
 from tpuport.core.pipelines import sidecar
 from tpuport.core.reports import Reporter
 from tpuport.core.seam import program_runs
+
+#: What ASKED says, as keywords of upstream's call.
+CALL = {
+    "prompt": "a fox runs",
+    "negative_prompt": "blurry",
+    "height": 16,
+    "width": 32,
+    "num_frames": 5,
+    "num_inference_steps": 2,
+    "max_sequence_length": 16,
+    "output_type": "np",
+}
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def upstreams(folder: Path) -> Any:
+    """Upstream's own pipeline."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def pixels(folder: str | Path) -> np.ndarray:
+    """The frames in a folder, of 0 to 255."""
+    files = sorted(Path(folder).glob("*.png"))
+    return np.stack([np.asarray(Image.open(file), int) for file in files])
 
 
 def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> None:
@@ -41,23 +70,10 @@ def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> N
     assert document["pipeline"] == "WanPipeline"
     assert document["calls"]["transformer"] == 1
     assert {p["state"] for p in document["patches"]} >= {"applied"}
-    upstream = diffusers.DiffusionPipeline.from_pretrained(folder)
-    upstream.set_progress_bar_config(disable=True)
+    upstream = upstreams(folder)
     for video, seed in zip(document["videos"], (3, 4), strict=True):
-        frames = upstream(
-            prompt="a fox runs",
-            negative_prompt="blurry",
-            height=16,
-            width=32,
-            num_frames=5,
-            num_inference_steps=2,
-            max_sequence_length=16,
-            generator=torch.Generator("cpu").manual_seed(seed),
-            output_type="np",
-        ).frames[0]
-        files = sorted(Path(video["path"]).iterdir())
-        found = np.stack([np.asarray(Image.open(file)) for file in files])
-        assert np.abs(found - np.rint(frames * 255)).max() <= 1
+        frames = upstream(**CALL, generator=drawn(seed)).frames[0]
+        assert np.abs(pixels(video["path"]) - np.rint(frames * 255)).max() <= 1
     again = cli("replay", document["videos"][1]["path"], "--out", "again.gif")
     assert again.code == 0, again.err
     assert "the same frames as " in again.last
@@ -70,38 +86,21 @@ def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> Non
     save_file({"noise": noise}, "noise.safetensors")
     ran = cli(
         *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
-        *(
-            "--latents",
-            "noise.safetensors",
-            "--option",
-            "scheduler=UniPCMultistepScheduler",
-        ),
+        *("--latents", "noise.safetensors", "-o", "scheduler=UniPCMultistepScheduler"),
         *("--encode-on", "host", "--vae-tiling", "on", "--out", "frames/"),
     )
     assert ran.code == 0, ran.err
     document = ran.json
     assert "text_encoder" not in document["calls"]
-    upstream = diffusers.DiffusionPipeline.from_pretrained(folder)
-    upstream.set_progress_bar_config(disable=True)
+    upstream = upstreams(folder)
     upstream.vae.enable_tiling()
     upstream.scheduler = diffusers.UniPCMultistepScheduler.from_config(
         upstream.scheduler.config
     )
-    frames = upstream(
-        prompt="a fox runs",
-        negative_prompt="blurry",
-        height=16,
-        width=32,
-        num_frames=5,
-        num_inference_steps=2,
-        max_sequence_length=16,
-        latents=noise[1:],
-        output_type="np",
-    ).frames[0]
-    files = sorted(Path(document["videos"][1]["path"]).iterdir())
-    found = np.stack([np.asarray(Image.open(file)) for file in files])
-    assert np.abs(found - np.rint(frames * 255)).max() <= 1
-    again = cli("replay", document["videos"][1]["path"], "--out", "again.gif")
+    frames = upstream(**CALL, latents=noise[1:]).frames[0]
+    place = document["videos"][1]["path"]
+    assert np.abs(pixels(place) - np.rint(frames * 255)).max() <= 1
+    again = cli("replay", place)
     assert again.code == 0, again.err
     assert "the same frames as " in again.last
 
@@ -115,6 +114,20 @@ def index(folder: Path, **changes: Any) -> None:
 WRONG = {
     "an option": (("--option", "max_sequence_lenght=3"), "did you mean max_seq"),
     "a kind": (("--option", "guidance_scale_2=much"), "guidance_scale_2"),
+    "tpuport's own": (
+        ("--option", "output_type=pil"),
+        "output_type: tpuport sets output_type by itself",
+    ),
+    "a generator": (("--option", "generator=1"), "use --seed"),
+    "a callback": (
+        ("--option", "callback_on_step_end=3"),
+        "callback_on_step_end cannot be given on the command line",
+    ),
+    "a tensor": (
+        ("--option", "prompt_embeds=1"),
+        "prompt_embeds takes a tensor, which cannot be given on the command line",
+    ),
+    "no name": (("--option", "zzz=1"), "zzz: WanPipeline has no such parameter; "),
     "a prompt twice": (("--option", "prompt=a dog"), "was given by a flag too"),
     "two videos a file": (("--option", "num_videos_per_prompt=2"), "--seed 1,2"),
     "an image": (("--image", "x.png"), "WanPipeline takes none"),
@@ -123,14 +136,20 @@ WRONG = {
         ("--option", "scheduler=clock"),
         "takes FlowMatchEulerDiscreteScheduler",
     ),
-    "a component": (("--on-host", "texts"), "text_encoder"),
+    "no component": (
+        ("--on-host", "x"),
+        "WanPipeline has text_encoder, transformer, vae",
+    ),
+    "no module": (
+        ("--on-host", "scheduler"),
+        "--on-host scheduler: scheduler is no module",
+    ),
     "a component of upstream's": (
         ("--on-host", "vae", "--backend", "diffusers"),
         "all components run so",
     ),
     "a mesh": (("--mesh", "sp=99"), "99"),
-    "rows": (("--mesh", "dp=3"), "no rows that 3"),
-    "heads": (("--mesh", "tp=3"), "which does not divide"),
+    "heads": (("--mesh", "tp=3"), "3 divides neither the 2 heads nor"),
     "a size": (("--size", "33x16"), "33"),
 }
 
@@ -145,25 +164,26 @@ def test_what_the_pipeline_does_not_take_is_refused(
     assert ran.last.startswith("error: ")
     assert told in ran.last
     assert len(ran.last) <= 310
+    assert "..." not in ran.last
     assert not list(Path().glob("*.mp4"))
 
 
 def test_a_picture_that_is_needed_is_asked_for(cli: Cli, copied: Path) -> None:
     index(copied, _class_name="WanImageToVideoPipeline")
-    ran = cli("generate", "--weights", copied, *ASKED)
-    assert ran.code == 2
-    assert ran.last.endswith("WanImageToVideoPipeline needs image; add --image FILE")
+    asked = ("generate", "--weights", copied, *ASKED)
+    last = "WanImageToVideoPipeline needs image; add --image FILE"
+    for given, told in (((), last), (("--image", "a.png"), "a.png does not exist")):
+        ran = cli(*asked, *given)
+        assert ran.code == 2
+        assert told in ran.last
 
 
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "no such class": ({"_class_name": "WanPipelin"}, "did you mean WanPipeline"),
     "its own code": ({"_class_name": ["mine", "Pipe"]}, "code of its own"),
-    "no class": ({"_class_name": None}, "names no pipeline"),
-    "a base class": ({"_class_name": "DiffusionPipeline"}, "not a pipeline"),
     "no pipeline": ({"_class_name": "AutoencoderKLWan"}, "not a pipeline"),
     "another library": ({"vae": ["mine", "VAE"]}, "vae as mine.VAE"),
     "no denoiser": ({"transformer": [None, None]}, "has no transformer"),
-    "no autoencoder": ({"vae": [None, None]}, "has no vae"),
     "no such component": ({"vae": ["diffusers", "AutoencoderKLWann"]}, "AutoencoderK"),
 }
 
@@ -174,32 +194,15 @@ def test_a_folder_that_cannot_be_run_is_one_line(
 ) -> None:
     changes, told = DAMAGED[name]
     index(copied, **changes)
-    compiled = ("compile", "--topology", "cpu-8", "--out", "built")
-    for command in (("generate",), compiled):
-        ran = cli(*command, "--weights", copied, *ASKED)
-        assert ran.code == 1, ran.err
-        assert told in ran.last
-        assert str(copied) in ran.last
-
-
-def test_a_folder_without_an_index_is_one_line(cli: Cli, copied: Path) -> None:
-    (copied / "model_index.json").unlink()
     ran = cli("generate", "--weights", copied, *ASKED)
-    assert ran.code == 1
-    assert "model_index.json or modular_model_index.json" in ran.last
-
-
-def test_pickled_weights_are_not_read(cli: Cli, copied: Path) -> None:
-    weights = next((copied / "vae").glob("*.safetensors"))
-    weights.rename(weights.with_suffix(".bin"))
-    ran = cli("generate", "--weights", copied, *ASKED)
-    assert ran.code == 1
-    assert "pickle" in ran.last
+    assert ran.code == 1, ran.err
+    assert told in ran.last
+    assert str(copied) in ran.last
 
 
 def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> None:
     """Upstream has long defaults for what is not given."""
-    asked = ("--size", "32x16", "--frames", "1", "--steps", "1")
+    asked = ("--size", "32x16", "--frames", "1", "--steps", "1", *UPSTREAM[-2:])
     for given in ((), ("--negative-prompt", "")):
         run = ("generate", "--weights", folder, "--prompt", "", *asked, *given)
         assert cli(*run, "--out", "x.gif", "--overwrite").code == 0
@@ -209,33 +212,6 @@ def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> Non
         again = replay._recorded(Path("x.gif.json"), recorded, Settings())
         assert again.prompt == ("",)
         assert again.negative_prompt == ("" if given else None)
-
-
-def test_a_weight_that_is_missing_is_named(cli: Cli, copied: Path) -> None:
-    (file,) = (copied / "transformer").glob("*.safetensors")
-    weights = load_file(file)
-    del weights["proj_out.weight"]
-    save_file(weights, file, {"format": "pt"})
-    ran = cli("generate", "--weights", copied, *ASKED)
-    assert ran.code == 1
-    assert "transformer/ has no weight proj_out.weight" in ran.last
-
-
-def test_other_weights_and_other_frames_are_found(
-    cli: Cli, folder: Path, copied: Path
-) -> None:
-    ran = cli("generate", "--weights", folder, *ASKED, "--out", "fox.mp4")
-    assert ran.code == 0, ran.err
-    config = copied / "scheduler" / "scheduler_config.json"
-    config.write_text(config.read_text().replace("7.0", "6.0"))
-    ran = cli("replay", "fox.mp4", "--weights", copied)
-    assert ran.code == 1
-    assert "scheduler is not what" in ran.last
-    altered = {**read_sidecar(Path("fox.mp4.json")), "frames_sha256": "0" * 64}
-    Path("altered.json").write_bytes(sidecar_bytes(altered))
-    ran = cli("replay", "altered.json")
-    assert ran.code == 1
-    assert "not the recorded ones" in ran.last
 
 
 def test_programs_that_were_compiled_ahead_run(
@@ -281,20 +257,9 @@ def loaded_from_python(folder: Path, built: str) -> int:
     """How many programs ``port(executables=...)`` loads; none is compiled."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     told = Told()
-    keywords = {
-        "prompt": "a fox runs",
-        "negative_prompt": "blurry",
-        "height": 16,
-        "width": 32,
-        "num_frames": 5,
-        "num_inference_steps": 2,
-        "max_sequence_length": 16,
-        "output_type": "np",
-    }
 
     def video() -> Any:
-        generator = torch.Generator("cpu").manual_seed(3)
-        return pipe(**keywords, generator=generator).frames[0]
+        return pipe(**CALL, generator=drawn(3)).frames[0]
 
     expected = video()
     with tpuport.ported(pipe, mesh="sp=2", executables=built, reporter=told):
@@ -327,21 +292,8 @@ def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
     upstream = diffusers.ModularPipeline.from_pretrained(folder)
     upstream.load_components(local_files_only=True)
     upstream.update_components(guider=type(upstream.guider)(guidance_scale=3.0))
-    (frames,) = upstream(
-        prompt="a fox runs",
-        negative_prompt="blurry",
-        height=16,
-        width=32,
-        num_frames=5,
-        num_inference_steps=2,
-        max_sequence_length=16,
-        generator=torch.Generator("cpu").manual_seed(3),
-        output_type="np",
-        output="videos",
-    )
-    files = sorted(Path("frames").glob("*.png"))
-    found = np.stack([np.asarray(Image.open(file)) for file in files])
-    assert np.abs(found - np.rint(np.asarray(frames) * 255)).max() <= 1
+    (frames,) = upstream(**CALL, generator=drawn(3), output="videos")
+    assert np.abs(pixels("frames") - np.rint(np.asarray(frames) * 255)).max() <= 1
     again = cli("replay", "frames")
     assert again.code == 0, again.err
     ran = cli(*run, "--option", "max_length=3")
@@ -383,7 +335,7 @@ def test_a_pipeline_of_blocks_makes_a_video_with_upstreams_sound(
         num_frames=5,
         num_inference_steps=1,
         max_sequence_length=32,
-        generator=torch.Generator("cpu").manual_seed(3),
+        generator=drawn(3),
         output="audio",
     )[0].numpy()
     rate = upstream.vocoder.config.output_sampling_rate
@@ -408,17 +360,8 @@ def test_the_plugin_of_an_equal_pipeline_is_used(cli: Cli, once: Once) -> None:
     folder = once("hunyuan-blocks", write) / "pipeline"
     run = ("--weights", folder, "--prompt", "a fox", "--negative-prompt", "blurry")
     run += ("--size", "32x16", "--frames", "5", "--steps", "1")
-    ran = cli(
-        "compile",
-        *run,
-        "--stage",
-        "denoise",
-        "--topology",
-        "local",
-        "--out",
-        "built",
-        "--json",
-    )
+    built = ("--stage", "denoise", "--topology", "local", "--out", "built")
+    ran = cli("compile", *run, *built, "--json")
     assert ran.code == 0, ran.err
     assert "blocks of the plugin of hunyuanvideo" in ran.err
     assert len(ran.json["programs"]) == 1

@@ -103,55 +103,45 @@ def planned(*records: AttentionRecord, **changes: Any) -> Plan:
     return plan_of(MESH, replace(program, **changes))
 
 
-def test_an_attention_call_is_told_with_its_blocks_its_split_and_why() -> None:
-    found = lines(planned(JOINT))
+def test_an_attention_call_is_told_once_with_its_blocks_its_split_and_why() -> None:
+    (stage,) = planned(JOINT).stages
+    (step,) = stage.programs
+    other = replace(step, program="other", attention=[asdict(JOINT), asdict(APART)])
+    found = lines(plan_with(stage, step, other))
     first = found.index("attention calls, by what they run as:") + 1
-    assert found[first : first + 4] == [
-        "denoise/step: splash, block_q 3072, block_kv 3072, block_kv_compute 256",
+    assert found[first : first + 8] == [
+        "denoise/step, denoise/other: splash, block_q 3072, block_kv 3072, "
+        "block_kv_compute 256",
         "batch 2, 48 heads of 64, 39826 queries x 39826 keys (padded to 39936), "
         "bfloat16",
         "batch over dp=2, tokens over sp=4 (ulysses 2 x ring 2)",
         "a fused TPU kernel takes this call",
-    ]
-
-
-def test_what_was_passed_over_is_told_too() -> None:
-    found = lines(planned(APART))
-    assert "denoise/step: jax" in found
-    assert "heads over tp=1, queries over sp=4 (keys are gathered)" in found
-    assert APART.reason in found
-    assert (
+        "denoise/other: jax",
         "batch 1, 8 heads of 64, 100 queries x 70 keys, float32, each item with its "
-        "own number of keys" in found
-    )
+        "own number of keys",
+        "heads over tp=1, queries over sp=4 (keys are gathered)",
+        APART.reason,
+    ]
+    assert "attention calls" not in everything(planned())
 
 
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [
+def plan_with(stage: StagePlan, *programs: Measured) -> Plan:
+    """A plan of one stage with these programs."""
+    return replace(planned(), stages=(replace(stage, programs=programs),))
+
+
+def test_every_option_of_a_call_is_told() -> None:
+    plain = everything(planned(JOINT))
+    for change, shown in (
         ({"window": (3, 5)}, "window 3,5"),
         ({"k_smooth": True}, "k_smooth"),
         ({"causal": True}, "causal"),
         ({"frame_tokens": 9}, "frames of 9 see those before"),
         ({"split": (None, None, None, None)}, "not split"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_every_option_of_a_call_is_told(change: dict[str, Any], shown: str) -> None:
-    assert shown not in everything(planned(JOINT))
-    assert shown in everything(planned(replace(JOINT, **change)))
-
-
-def test_a_call_that_several_programs_make_is_told_once() -> None:
-    record = asdict(JOINT)
-    mesh_plan = planned(JOINT)
-    (stage,) = mesh_plan.stages
-    (step,) = stage.programs
-    cached = replace(step, program="cached", attention=[record])
-    both = replace(mesh_plan, stages=(replace(stage, programs=(step, cached)),))
-    found = [line for line in lines(both) if "block_kv_compute" in line]
-    assert len(found) == 1
-    assert found[0].startswith("denoise/step, denoise/cached: splash")
+    ):
+        options: dict[str, Any] = change
+        assert shown not in plain
+        assert shown in everything(planned(replace(JOINT, **options)))
 
 
 def test_convolutions_are_told_in_a_line_each_with_why() -> None:
@@ -159,26 +149,18 @@ def test_convolutions_are_told_in_a_line_each_with_why() -> None:
         {"call": "convolution", "implementation": "k", "reason": "", "count": 3},
         {"call": "convolution", "implementation": "XLA", "reason": "wide", "count": 1},
     ]
-    plan = planned(convolutions=told)
     assert "convolutions of one call" not in everything(planned())
-    (stage,) = plan.stages
+    (stage,) = planned(convolutions=told).stages
     (step,) = stage.programs
-    other = replace(step, program="other", convolutions=told[:1])
-    both = replace(plan, stages=(replace(stage, programs=(step, other)),))
+    both = plan_with(stage, step, replace(step, program="other", convolutions=told[:1]))
     found = lines(both)
     first = found.index("convolutions of one call, by what they run as:") + 1
     assert found[first : first + 2] == [
         "denoise/step, denoise/other: 3 convolutions by k",
         "denoise/step: 1 convolution by XLA: wide",
     ]
-    assert (
-        step.convolutions
-        == both.as_dict()["stages"]["denoise"]["programs"][0]["convolutions"]
-    )
-
-
-def test_a_plan_without_attention_has_no_line_on_it() -> None:
-    assert "attention calls" not in everything(planned())
+    told = both.as_dict()["stages"]["denoise"]["programs"][0]["convolutions"]
+    assert step.convolutions == told
 
 
 def test_what_a_refused_program_does_not_tell_is_left_open() -> None:
@@ -204,7 +186,6 @@ def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
     ("name", "mesh", "head", "what"),
     [
         ("v6e", MeshSpec(dp=8), "(8 x TPU v6e (Trillium))", "chip"),
-        ("v7x", MeshSpec(dp=8), "(8 devices on 4 chips of TPU7x (Ironwood))", "device"),
         ("v7x", MeshSpec(dp=2), "(2 devices on 1 chip of TPU7x (Ironwood))", "device"),
     ],
 )
@@ -222,18 +203,9 @@ def test_figures_are_of_a_device_where_a_chip_has_two(
     assert shown.count("per chip") == (3 if what == "chip" else 0), shown
 
 
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [
-        (0, "0 B"),
-        (12, "12 B"),
-        (3000, "2.9 KiB"),
-        (1 << 17, "0.1 MiB"),
-        (300 << 20, "0.29 GiB"),
-    ],
-)
-def test_sizes_are_never_rounded_to_nothing(size: int, shown: str) -> None:
-    assert bytes_text(size) == shown
+def test_sizes_are_never_rounded_to_nothing() -> None:
+    shown = [bytes_text(size) for size in (0, 12, 3000, 1 << 17, 300 << 20)]
+    assert shown == ["0 B", "12 B", "2.9 KiB", "0.1 MiB", "0.29 GiB"]
 
 
 def test_the_compiler_s_flags_are_told() -> None:

@@ -43,22 +43,28 @@ def ended(body: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("signum", "code", "word"),
-    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")],
-)
-def test_a_signal_unwinds_and_gives_its_code(signum: str, code: int, word: str) -> None:
-    body = f"""
+#: Work, and what becomes of it.
+ENDS: dict[str, tuple[str, tuple[int, str, str]]] = {
+    "Ctrl-C unwinds": (
+        """
 try:
-    send(signal.{signum})
+    send()
 finally:
     print("unwound")
-"""
-    assert ended(body) == (code, "unwound\n", f"{word}\n")
-
-
-def test_a_swallowed_signal_is_raised_at_the_next_step() -> None:
-    body = """
+""",
+        (130, "unwound\n", "interrupted\n"),
+    ),
+    "SIGTERM unwinds": (
+        """
+try:
+    send(signal.SIGTERM)
+finally:
+    print("unwound")
+""",
+        (143, "unwound\n", "terminated\n"),
+    ),
+    "swallowed, it is raised at the next step": (
+        """
 for step in range(3):
     signals.check()
     print(step)
@@ -66,24 +72,22 @@ for step in range(3):
         send()
     except KeyboardInterrupt:
         pass
-"""
-    assert ended(body) == (130, "0\n", "interrupted\n")
-
-
-def test_a_swallowed_signal_ends_a_block_of_imports() -> None:
-    body = """
+""",
+        (130, "0\n", "interrupted\n"),
+    ),
+    "swallowed, it ends a block of imports": (
+        """
 try:
     send()
 except KeyboardInterrupt:
     pass
 with signals.starting():
     print("imported")
-"""
-    assert ended(body) == (130, "", "interrupted\n")
-
-
-def test_an_import_that_a_function_returns_is_followed_by_nothing() -> None:
-    body = """
+""",
+        (130, "", "interrupted\n"),
+    ),
+    "an import that a function returns is followed by nothing": (
+        """
 import importlib
 class Sends:
     def find_spec(*_):
@@ -92,27 +96,67 @@ def imported():
     return importlib.import_module("colorsys")
 sys.meta_path.insert(0, Sends)
 imported()
-"""
-    assert ended(body) == (130, "", "interrupted\n")
-
-
-def test_a_signal_that_is_swallowed_to_the_end_gives_its_code() -> None:
-    body = """
+""",
+        (130, "", "interrupted\n"),
+    ),
+    "swallowed to the end, it gives its code": (
+        """
 try:
     send(signal.SIGHUP)
 except KeyboardInterrupt:
     pass
-"""
-    assert ended(body) == (129, "at its end\n", "hung up\n")
-
-
-def test_a_handler_of_a_library_is_replaced_at_the_next_step() -> None:
-    body = """
+""",
+        (129, "at its end\n", "hung up\n"),
+    ),
+    "a library's handler is replaced at the next step": (
+        """
 signal.signal(signal.SIGTERM, lambda *_: print("of a library"))
 signals.check()
 send(signal.SIGTERM)
-"""
-    assert ended(body) == (143, "", "terminated\n")
+""",
+        (143, "", "terminated\n"),
+    ),
+    "a finaliser is not broken off, after which Python would go on": (
+        """
+class Held:
+    def __del__(self):
+        send()
+        print("let go")
+held = Held()
+held = None
+signals.check()
+""",
+        (130, "let go\n", "interrupted\n"),
+    ),
+    "before anything is at stake, it ends the program": (
+        """
+with signals.starting(before="on a line of its own: "):
+    try:
+        send()
+    finally:
+        print("unwound")
+""",
+        (130, "", "on a line of its own: interrupted\n"),
+    ),
+    "the two signals of timeout are one": (
+        """
+try:
+    send()
+finally:
+    time.sleep(0.1)
+    send()
+    time.sleep(0.1)
+    print("unwound")
+""",
+        (130, "unwound\n", "interrupted\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_signal_ends_a_program(name: str) -> None:
+    body, expected = ENDS[name]
+    assert ended(body) == expected
 
 
 def test_an_import_is_not_broken_off_and_nothing_follows(tmp_path: object) -> None:
@@ -131,31 +175,6 @@ finally:
     assert ended(body) == (130, "1\n", "interrupted\n")
 
 
-def test_a_finaliser_is_not_broken_off() -> None:
-    """Python would print the traceback and go on."""
-    body = """
-class Held:
-    def __del__(self):
-        send()
-        print("let go")
-held = Held()
-held = None
-signals.check()
-"""
-    assert ended(body) == (130, "let go\n", "interrupted\n")
-
-
-def test_before_anything_is_at_stake_a_signal_ends_the_program() -> None:
-    body = """
-with signals.starting(before="on a line of its own: "):
-    try:
-        send()
-    finally:
-        print("unwound")
-"""
-    assert ended(body) == (130, "", "on a line of its own: interrupted\n")
-
-
 def test_a_second_ctrl_c_ends_at_once_in_a_call_that_hears_nothing() -> None:
     body = """
 import hashlib, subprocess
@@ -172,19 +191,6 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
     assert (code, out) == (130, "")
     assert "ending after the call under way; Ctrl-C ends at once" in err
     assert err.endswith("ended at once\n")
-
-
-def test_the_two_signals_of_timeout_are_one() -> None:
-    body = """
-try:
-    send()
-finally:
-    time.sleep(0.1)
-    send()
-    time.sleep(0.1)
-    print("unwound")
-"""
-    assert ended(body) == (130, "unwound\n", "interrupted\n")
 
 
 def test_what_is_ignored_stays_ignored() -> None:

@@ -32,3 +32,40 @@ def test_an_option_that_names_no_file_says_so(tmp_path: Path) -> None:
     asked = Asked(options={"last_image": "nowhere.png"})
     with pytest.raises(UsageError, match=r"last_image: 'nowhere.png' does not exist"):
         arguments_of(folder, asked)
+
+
+def test_an_error_lists_parameters_that_a_user_can_give(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "LTX2Pipeline")
+    with pytest.raises(UsageError, match="it takes ") as caught:
+        arguments_of(folder, Asked(options={"zzz": "1"}))
+    listed, _, more = str(caught.value).partition("it takes ")[2].partition(" and ")
+    names = listed.split(", ")
+    known = {
+        n for n in folder.parameters if not n.endswith(("embeds", "attention_mask"))
+    }
+    assert known >= {*names}
+    assert int(more.removesuffix(" more")) + len(names) < len(folder.parameters)
+    assert len(str(caught.value)) <= 300
+
+
+@pytest.mark.parametrize("name", ["prompt_embeds", "negative_prompt_attention_mask"])
+def test_a_tensor_is_not_for_the_command_line(tmp_path: Path, name: str) -> None:
+    folder = folder_of(tmp_path, "LTX2Pipeline")
+    with pytest.raises(UsageError, match=f"{name} takes a tensor, .*tpuport.port"):
+        arguments_of(folder, Asked(options={name: "1"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("generator", "tpuport sets generator by itself; use --seed"),
+        ("return_dict", "tpuport sets return_dict by itself; leave it out"),
+        ("self", "WanPipeline has no such parameter"),
+        ("callback_on_step_end", "cannot be given on the command line"),
+    ],
+)
+def test_what_tpuport_sets_is_said_to_be_set(
+    tmp_path: Path, name: str, told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        arguments_of(folder_of(tmp_path, "WanPipeline"), Asked(options={name: "1"}))

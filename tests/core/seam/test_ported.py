@@ -27,7 +27,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of, port_module, seam_of
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.patching import Patch
-from tpuport.errors import UsageError
+from tpuport.errors import MeshError, UsageError
 
 
 def pipeline_of(name: str = "WanPipeline") -> tuple[Any, dict[str, Any]]:
@@ -124,6 +124,61 @@ def test_what_makes_no_sense_says_so(name: str) -> None:
         REFUSED[name](pipeline)
 
 
+@pytest.mark.parametrize("name", ["nonsense", "nativ"])
+def test_a_backend_of_attention_that_there_is_not_is_said_not_to_be(name: str) -> None:
+    pipeline, _ = pipeline_of()
+    tpuport.port(pipeline)
+    with pytest.raises(UsageError, match=f"'{name}'.*: diffusers has no such backend"):
+        pipeline.transformer.set_attention_backend(name)
+
+
+def cast_by_layers(module: Any) -> None:
+    module.enable_layerwise_casting(
+        storage_dtype=torch.bfloat16, compute_dtype=torch.float32
+    )
+
+
+def offloaded(module: Any) -> None:
+    module.enable_group_offload(
+        onload_device=torch.device("cpu"), offload_type="leaf_level"
+    )
+
+
+def reusing(module: Any) -> None:
+    module.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "after"),
+    [
+        (cast_by_layers, "layerwise casting: leave it out", "leave it out"),
+        (offloaded, "offloading: leave it out", "components take turns"),
+        (reusing, "port the pipeline first, and call enable_cache after", None),
+    ],
+)
+def test_the_remedy_for_hooks_is_one_that_works(
+    change: Callable[[Any], None], told: str, after: str | None
+) -> None:
+    pipeline, _ = pipeline_of()
+    change(pipeline.transformer)
+    with pytest.raises(UsageError, match=told):
+        tpuport.port(pipeline)
+    other, _ = pipeline_of()
+    tpuport.port(other)
+    if after is None:
+        change(other.transformer)
+        return
+    with pytest.raises(UsageError, match=after):
+        change(other.transformer)
+
+
+def test_a_mesh_that_divides_no_heads_is_one_line() -> None:
+    with pytest.raises(MeshError, match=r"the 2 heads nor .*use sp=3$") as caught:
+        tpuport.port(pipeline_of()[0], mesh="tp=3")
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
 def test_what_means_the_same_is_honoured() -> None:
     pipeline, _ = pipeline_of()
     tpuport.port(pipeline)
@@ -171,6 +226,78 @@ def test_an_adapter_is_in_the_numbers(after: bool, upstream: torch.Tensor) -> No
         mine.unfuse_lora()
     mine.transformer.disable_adapters()
     assert near(latents(mine, call), upstream)
+
+
+def adapted(pipeline: Any, seed: int = 1) -> None:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    pipeline.transformer.add_adapter(config, adapter_name="a")
+
+
+def came_and_went(pipeline: Any) -> None:
+    adapted(pipeline)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+
+
+def other_came_and_went(pipeline: Any) -> None:
+    adapted(pipeline, 2)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+
+
+def fused_weakly(pipeline: Any) -> None:
+    adapted(pipeline)
+    pipeline.transformer.set_adapters("a", 0.25)
+    pipeline.fuse_lora()
+
+
+def fused_in_full(pipeline: Any, scale: float = 1.0) -> None:
+    pipeline.unfuse_lora()
+    pipeline.transformer.set_adapters("a", scale)
+    pipeline.fuse_lora()
+
+
+def fused_weakly_again(pipeline: Any) -> None:
+    """The programs are known."""
+    fused_in_full(pipeline, 0.25)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (came_and_went, other_came_and_went),
+        (fused_weakly, fused_in_full, fused_weakly_again),
+    ],
+    ids=["came and went", "fused again"],
+)
+@pytest.mark.parametrize("name", ["WanPipeline", "CogVideoXPipeline"])
+def test_weights_that_an_adapter_changed_between_two_calls_are_placed_again(
+    changes: tuple[Callable[[Any], None], ...], name: str
+) -> None:
+    """Modules, tensors, versions and addresses are as they were before."""
+    (theirs, call), (mine, _) = pipeline_of(name), pipeline_of(name)
+    before = latents(theirs, call)
+    tpuport.port(mine)
+    assert near(latents(mine, call), before)
+    for change in changes:
+        change(theirs), change(mine)
+        expected = latents(theirs, call)
+        assert not near(expected, before)
+        assert near(latents(mine, call), expected)
+        before = expected
+
+
+def test_a_call_without_a_change_places_no_weights_again() -> None:
+    mine, call = pipeline_of()
+    tpuport.port(mine)
+    latents(mine, call)
+    placed = {name: e._weights for name, e in seam_of(mine).entries.items()}
+    latents(mine, call)
+    pipeline_of()  # modules of another pipeline are made, children and all
+    latents(mine, call)
+    for name, entry in seam_of(mine).entries.items():
+        assert entry._weights is placed[name]
 
 
 def scaled(pipeline: Any) -> None:

@@ -14,8 +14,7 @@ from tests.models.ported import records_of
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.seam.entry import PortError
-from tpuport.core.spec.model_port import with_blocks
-from tpuport.plugins import get_port
+from tpuport.models.cogvideox.plugin import PLUGIN
 
 
 def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -120,8 +119,9 @@ def test_arguments_that_native_blocks_do_not_take_are_refused() -> None:
 
 
 def test_q_and_k_rows_are_permuted_only_where_tokens_rotate() -> None:
-    port = with_blocks(get_port("cogvideox"), "native")
-    (weights, norms) = port.components["transformer"].transforms
+    form = PLUGIN.modules["transformer"].native
+    assert form is not None
+    weights, norms = form.transforms
     rows = torch.arange(16.0)
     turned = {"use_rotary_positional_embeddings": True, "attention_head_dim": 8}
     expected = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]

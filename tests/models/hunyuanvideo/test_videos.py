@@ -62,8 +62,10 @@ def test_a_video_is_upstreams(
     other = run(pipeline, call | {"prompt": "a dog sleeps"})
     with tpuport.ported(pipeline, mesh=mesh, blocks=blocks):
         found = run(pipeline, call)
-    assert difference(found, expected) < TOLERANCES["video float32"]
-    assert difference(other, expected) > 10 * TOLERANCES["video float32"]
+    error = difference(found, expected)
+    assert error < TOLERANCES["video float32"]
+    # The prompt matters: another one's video is much further away.
+    assert 10 * error < difference(other, expected)
 
 
 def test_a_llama_tokenizer_is_read_as_its_file_says(

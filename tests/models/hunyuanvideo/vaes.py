@@ -21,7 +21,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "upsample_match_channel": False,
     },
     "13b small": {
-        "block_out_channels": (8, 8, 8),
+        # A shortcut where channels change.
+        "block_out_channels": (8, 8, 16),
         "layers_per_block": 1,
         "norm_num_groups": 4,
         "spatial_compression_ratio": 4,

@@ -30,6 +30,10 @@ def _made(stage: StageName, name: str, run: Callable[[], Any]) -> Any:
     return run()
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(eq=False)
 class Drive:
     """What happens in one call of a pipeline.
@@ -39,6 +43,7 @@ class Drive:
         before_live: told the name of a call that is not given back.
         around: makes such a call, of a stage; to look at it.
         caches: let most steps reuse what others computed.
+        on_step: called after each ``scheduler.step``.
         steps: when the result of each ``scheduler.step`` was there.
         reports: of the stages that ended.
         stage: under way.
@@ -52,6 +57,7 @@ class Drive:
     before_live: Callable[[str], None] = lambda name: None
     around: Callable[[StageName, str, Callable[[], Any]], Any] = _made
     caches: StepCaches | None = None
+    on_step: Callable[[], None] = _nothing
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
     stage: StageName | None = None
@@ -157,6 +163,7 @@ class Drive:
         if self.stage == StageName.ENCODE:
             self.begin(StageName.DENOISE)
         self.made += 1
+        self.on_step()
         self.arrived()
         if arrives is None:
             self._tell_step()

@@ -390,6 +390,8 @@ def rehearse(
     reporter: Reporter,
     on_host: Collection[str] = (),
     cache: StepCache | None = None,
+    *,
+    first_step: bool = False,
 ) -> Rehearsal:
     """Drive ``pipeline`` once with made-up answers.
 
@@ -399,11 +401,16 @@ def rehearse(
         arguments: keywords of the call, the prompt included.
         on_host: components that run by upstream's code, and so have no programs.
         cache: of steps; a denoiser has two programs then.
+        first_step: end after the first ``scheduler.step``.
 
     Raises:
         StepCacheError: there is no such cache for the pipeline.
         TpuportError: a module cannot become a program.
     """
+
+    def reached() -> None:
+        raise _Reached
+
     modules = modules_of(pipeline)
     drive: Drive | None = None
 
@@ -423,9 +430,12 @@ def rehearse(
         stack.callback(seam.close)
         drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
         drive.caches = caches
-        output = pipeline(**arguments)
-        seam.arithmetic.compute()  # of what a run reads: its output
-        del output
+        if first_step:
+            drive.on_step = reached
+        with contextlib.suppress(_Reached):
+            output = pipeline(**arguments)
+            seam.arithmetic.compute()  # of what a run reads: its output
+            del output
         between = [end - begin for begin, end in pairwise(drive.steps)]
         entries = [e for e in seam.entries.values() if type(e) is _Answers]
         programs = [program for entry in entries for program in entry.rehearsed()]
@@ -444,7 +454,7 @@ def rehearse(
 
 
 class _Reached(BaseException):
-    """The first call of a denoiser."""
+    """The first call of a denoiser, or the first step."""
 
 
 def check_step_cache(

@@ -116,12 +116,15 @@ class TapeFolder:
         calls = [one["call"] for one in tape["calls"] for _ in range(one["times"])]
         self._files, self._calls = dict(tape["files"]), calls
         try:
+            histories = _read(tape["histories"], tensors).value()
+            if not isinstance(histories, dict):
+                raise TypeError("the histories are no dictionary")
             return Recorded(
                 tuple(_read_call(one, tensors) for one in calls),
                 tuple(_read_step(one, tensors) for one in tape["steps"]),
                 tape["stepped"],
                 tape["finished"],
-                _read(tape["histories"], tensors).value(),
+                histories,
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ArtifactError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tpuport.core.mesh.mesh_spec import divisors
 from tpuport.errors import MeshError
 
 #: What attention splits over an axis, and the dim of the queries.
@@ -45,6 +47,41 @@ def check_used(
             f"(its attention has {', '.join(map(str, counts))}); sp splits tokens "
             f"among any number of devices: use sp={size * mesh.get('sp', 1)}"
         )
+
+
+def undivided(
+    name: str,
+    mesh: Mapping[str, int],
+    split: Mapping[tuple[str, ...], set[int]],
+    heads: int | None = None,
+) -> MeshError:
+    """The error for axes that do not divide the dims of weights which they split.
+
+    Args:
+        name: of the component.
+        split: axes -> sizes of all dims that the axes split together.
+        heads: of the component's attention, where the config says so.
+    """
+    for axes, dims in split.items():
+        size = math.prod(mesh[axis] for axis in axes)
+        if any(dim % size for dim in dims):
+            break
+    asked, text = ",".join(f"{axis}={mesh[axis]}" for axis in axes), []
+    counted = [heads] if heads and axes == ("tp",) else []
+    if any(count % size for count in counted):
+        text.append(f"the {heads} heads")
+    sides = sorted(dim for dim in dims if dim % size)
+    text.append(f"sides of {' and '.join(map(str, sides[:2]))} of the weights")
+    which = "neither " + " nor ".join(text) if len(text) > 1 else "no " + text[0]
+    fit = [n for n in divisors(math.gcd(*dims, *counted)) if n > 1][:8]
+    would = "; ".join(
+        (
+            *([f"{axes[0]}={' or '.join(map(str, fit))} would"] if fit else []),
+            "sp splits tokens among any number of devices: use sp="
+            f"{size * mesh.get('sp', 1)}",
+        )
+    )
+    return MeshError(f"mesh {asked}: {size} divides {which} of {name}; {would}")
 
 
 def _each(part: Any) -> tuple[Any, ...]:

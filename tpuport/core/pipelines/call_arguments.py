@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pydantic
+import torch
 import yaml
 
 from tpuport.core.files.sources import read_image, read_video
@@ -38,6 +42,17 @@ _FILES = ("image", "video")
 FPS = 10.0
 #: The option that names another scheduler, where a pipeline has no such parameter.
 SCHEDULER = "scheduler"
+#: Parameters that tpuport sets, and what to use; names that are no parameters.
+_SETS = {
+    "generator": "use --seed",
+    "latents": "use --latents",
+    "output": "leave it out",
+    "output_type": "leave it out; --out says what is written",
+    "return_dict": "leave it out",
+}
+_NO_NAMES = frozenset(("self", "state", "kwargs"))
+#: Characters of a list of parameters in an error.
+_LISTED = 140
 _REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 #: Outputs of pipelines, and of blocks.
 FRAMES, SOUNDS, RATE = (
@@ -67,8 +82,8 @@ def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
             continue  # the component has it: see PipelineFolder
         elif field != "fps":  # the file has one too
             raise UsageError(
-                f"--{field.replace('_', '-')}: {name} takes none; it takes "
-                f"{', '.join(takes)}"
+                f"--{field.replace('_', '-')}: {name} takes none; "
+                f"{_takes(field, folder)}"
             )
     for option, value in asked.options.items():
         if option == SCHEDULER and SCHEDULER not in takes:
@@ -129,8 +144,24 @@ def _media(field: str, value: Any) -> Any:
 
 def _option(folder: PipelineFolder, name: str, value: Any) -> Any:
     takes = folder.parameters
+    if name in folder.all_parameters.keys() - _NO_NAMES:
+        if name in _SETS:
+            raise UsageError(
+                f"--option {name}: tpuport sets {name} by itself; {_SETS[name]}"
+            )
+        what = ""
+        if name not in takes:
+            what = f"{name} cannot"
+        elif _takes_tensors(name, takes[name]):
+            what = f"{name} takes a tensor, which cannot"
+        if what:
+            raise UsageError(
+                f"--option {name}: {what} be given on the command line; in Python "
+                "hand it to the pipeline that tpuport.port() returns"
+            )
     if name not in takes:
-        hint = did_you_mean(name, takes, f"it takes {', '.join(takes)}")
+        known = [n for n, one in takes.items() if not _takes_tensors(n, one)]
+        hint = did_you_mean(name, known, _takes(name, folder))
         raise UsageError(
             f"--option {name}: {folder.class_name} has no such parameter; {hint}"
         )
@@ -140,6 +171,36 @@ def _option(folder: PipelineFolder, name: str, value: Any) -> Any:
                 return _media(field, value)
         value = yaml.safe_load(value)
     return _typed(name, value, takes[name].annotation)
+
+
+def _takes(name: str, folder: PipelineFolder) -> str:
+    """What a call takes, for an error: names most like ``name`` first, none cut."""
+    found = [n for n, one in folder.parameters.items() if not _takes_tensors(n, one)]
+    near = difflib.get_close_matches(name, found, len(found), 0) if found else []
+    shown: list[str] = []
+    for one in near:
+        if len(", ".join((*shown, one))) <= _LISTED:
+            shown.append(one)
+    left = len(found) - len(shown)
+    more = f" and {left} more" if left else ""
+    return f"it takes {', '.join(shown) or 'nothing'}{more}"
+
+
+def _takes_tensors(name: str, parameter: inspect.Parameter) -> bool:
+    """Whether a parameter takes tensors alone, and is no image and no video."""
+    if name.rpartition("_")[2].startswith(_FILES):
+        return False
+    return _is_tensor(parameter.annotation)
+
+
+def _is_tensor(kind: Any) -> bool:
+    inside = [one for one in typing.get_args(kind) if one is not type(None)]
+    if inside and typing.get_origin(kind) in (types.UnionType, typing.Union, list):
+        return all(map(_is_tensor, inside))
+    # torch.FloatTensor is a class of another kind.
+    return kind is torch.FloatTensor or (
+        inspect.isclass(kind) and issubclass(kind, torch.Tensor)
+    )
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:

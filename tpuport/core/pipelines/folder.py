@@ -318,6 +318,18 @@ class PipelineFolder:
             and self.checkpoint.class_name(name)
         }
 
+    def modules(self) -> list[str]:
+        """The names of the components that are torch modules.
+
+        Raises:
+            WeightsError: as of :meth:`component_class`.
+        """
+        return [
+            name
+            for name, named in self.components().items()
+            if issubclass(self.component_class(name, *named), torch.nn.Module)
+        ]
+
     def put_together(self, parts: Mapping[str, Any]) -> Any:
         """The pipeline with these components.
 

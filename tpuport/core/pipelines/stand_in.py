@@ -165,8 +165,8 @@ def tokenizer(class_name: str, texts: Sequence[str] = ()) -> Any:
     if kind.startswith("Qwen"):
         splitter = transformers.Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
         merges = _merges(splitter, texts)
-        vocab = _numbered([*alphabet, *map("".join, merges)])
-        made = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges)
+        known = _numbered([*alphabet, *map("".join, merges)])
+        made = transformers.Qwen2Tokenizer(vocab=known, merges=merges)
         made.add_special_tokens({"additional_special_tokens": list(_QWEN)})
         made.chat_template = _TURNS
         return made

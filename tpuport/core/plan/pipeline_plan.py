@@ -45,12 +45,14 @@ def rehearsed(
     *,
     on_host: Collection[str] = (),
     cache: StepCache | None = None,
+    first_step: bool = False,
 ) -> Rehearsal:
     """The run of a folder's pipeline on ``target``; only configs are read.
 
     Args:
         on_host: components that run by upstream's code, and so have no programs.
         cache: of steps.
+        first_step: end after the first ``scheduler.step``.
 
     Raises:
         WeightsError: a config does not build its class.
@@ -60,7 +62,10 @@ def rehearsed(
         pipeline = without_weights(folder, torch_dtype(dtype))
     pipeline.set_progress_bar_config(disable=True)
     with reporter.timed(f"rehearsing {folder.class_name}"):
-        return rehearse(pipeline, target, arguments, Reporter(), on_host, cache)
+        return rehearse(
+            *(pipeline, target, arguments, Reporter(), on_host, cache),
+            first_step=first_step,
+        )
 
 
 def plan_pipeline(
@@ -179,10 +184,9 @@ def _measured(
     return made, kernels, files
 
 
-def topology_mesh(topology: Topology, spec: MeshSpec | None) -> Any:
-    """The mesh of a plan; all devices along sp where none was named."""
-    devices = topology_devices(topology)
-    return place_mesh(spec or MeshSpec(sp=len(devices)), devices)
+def topology_mesh(topology: Topology, spec: MeshSpec) -> Any:
+    """The mesh of a plan."""
+    return place_mesh(spec, topology_devices(topology))
 
 
 def _host_time(found: Rehearsal) -> list[str]:

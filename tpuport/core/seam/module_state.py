@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import operator
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +48,32 @@ class State:
     containers: tuple[Any, ...]
 
 
+#: The trees that hold a module, told when a child of the module is assigned.
+_TREES: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[ModuleTree]]
+_TREES = weakref.WeakKeyDictionary()
+
+
+def _assigned(parent: torch.nn.Module, name: str, child: Any) -> None:
+    """What torch calls when any module is given a child."""
+    for tree in _TREES.get(parent, ()):
+        tree.assigned += 1
+
+
+# Of the process, as torch has no such hook of one module.
+torch.nn.modules.module.register_module_module_registration_hook(_assigned)
+
+
 class ModuleTree:
-    """A module and all modules inside, walked anew only if a child was replaced."""
+    """A module and all modules inside, walked anew only if a child was replaced.
+
+    Attributes:
+        assigned: how often a module of the tree was given a child. An adapter that
+            came, changed weights in place and went leaves the same modules and tensors.
+    """
 
     def __init__(self, root: torch.nn.Module) -> None:
         self.root = root
+        self.assigned = 0
         self._modules: list[torch.nn.Module] = []
         self._children: list[Any] = []
 
@@ -61,6 +83,8 @@ class ModuleTree:
         if not self._modules or not _identical(now, self._children):
             self._modules = list(self.root.modules())
             self._children = _inside(m._modules for m in self._modules)
+            for module in self._modules:
+                _TREES.setdefault(module, weakref.WeakSet()).add(self)
         return self._modules
 
 

@@ -10,6 +10,7 @@ import jax
 import torch
 
 from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.mesh.mesh_use import undivided
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.journal import Journal
@@ -23,9 +24,14 @@ from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
 from tpuport.core.weights.placement import abstract_weights, place_weights
-from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
+from tpuport.core.weights.sharding import (
+    ShardingPlan,
+    ShardRule,
+    UndividedError,
+    plan_sharding,
+)
 from tpuport.core.weights.transforms import transformer
-from tpuport.errors import ShardingError
+from tpuport.errors import MeshError, ShardingError
 
 #: Bytes of weights that every device may hold of a component that upstream calls once
 #: a video. To bring more to every device takes longer than to gather it there.
@@ -125,8 +131,8 @@ class ModuleWeights:
             other = "weights, of an adapter,"
         else:
             try:
-                claim.plan(self._stored(), dict(self.target.mesh.shape))
-            except ShardingError:
+                _plan(claim, self.name, self.module, self._stored(), self.target)
+            except (ShardingError, MeshError):
                 if not adapted:
                     raise  # of the plugin's layout
                 other = "weights"
@@ -193,7 +199,8 @@ class ModuleWeights:
 
     def _refresh(self) -> None:
         """Take over what changed in the module's tensors since the last call."""
-        now = tuple(_identities(self._tree.modules()))
+        modules = self._tree.modules()
+        now = (self._tree.assigned, *_identities(modules))
         if now == self._tensors:
             return
         kinds = tuple(_kinds(self.module))
@@ -218,13 +225,31 @@ def check_claim(name: str, module: torch.nn.Module, target: Target) -> None:
     """Refuse a plugin's layout that does not fit a component, before anything runs.
 
     Raises:
-        ShardingError: the pattern, or the dim that its axis does not divide.
+        ShardingError: the pattern.
+        MeshError: the axis that divides no heads or weights.
     """
     claim = target.claims.get(name)
     if claim is None or _adapted(module):
         return
     if claim.fits(getattr(module, "config", {})):
-        claim.plan(module.state_dict(), dict(target.mesh.shape))
+        _plan(claim, name, module, module.state_dict(), target)
+
+
+def _plan(
+    claim: Claim,
+    name: str,
+    module: torch.nn.Module,
+    stored: Mapping[str, torch.Tensor],
+    target: Target,
+) -> None:
+    """Plan a claim's layout; a mesh that does not fit is an error of the mesh."""
+    mesh = dict(target.mesh.shape)
+    try:
+        claim.plan(stored, mesh)
+    except UndividedError as error:
+        config = getattr(module, "config", {})
+        heads = getattr(config, "num_attention_heads", None)
+        raise undivided(name, mesh, error.split, heads) from None
 
 
 def declared_split(
@@ -279,6 +304,8 @@ def _identities(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
         merged = vars(child).get("merged_adapters")
         if merged is not None:
             yield tuple(merged)
+            if merged:
+                yield tuple(vars(child).get("scaling", {}).items())
 
 
 def _kinds(module: torch.nn.Module) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.module_weights import check_claim
@@ -34,8 +35,7 @@ _MODULE_METHODS = {
     "enable_parallelism": "the mesh splits the work; name it in port(mesh=...)",
     "enable_group_offload": _PLACED,
     "enable_xformers_memory_efficient_attention": "attention runs as tpuport's kernels",
-    "enable_layerwise_casting": "programs hold weights in their own dtype; cast the "
-    "module before it is ported",
+    "enable_layerwise_casting": "leave it out: weights have the dtype of the run",
     "cuda": _PLACED,
     "xpu": _PLACED,
     "compile": "forward is compiled already",
@@ -250,6 +250,12 @@ def _to(original: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> A
 
 
 def _set_attention_backend(backend: str) -> None:
+    known = [str(one.value) for one in AttentionBackendName]
+    if backend not in known:
+        raise UsageError(
+            f"set_attention_backend({backend!r}): diffusers has no such backend; leave "
+            "the call out, or " + did_you_mean(str(backend), known, "use 'native'")
+        )
     if backend not in _NATIVE:
         raise UsageError(
             f"set_attention_backend({backend!r}) on a ported module: attention runs as "

@@ -110,6 +110,28 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return bool(registry is not None and registry.hooks)
 
 
+def _hooks_of(module: torch.nn.Module) -> str:
+    """Which hooks a module has, and what to do without them."""
+    if "_hf_hook" in vars(module):
+        names = {"group_offloading"}  # accelerate's hooks offload too
+    else:
+        names = {*vars(module)[_HOOKS].hooks}
+    if "layerwise_casting" in names:
+        return (
+            "layerwise casting: leave it out, and load the pipeline anew in the dtype "
+            "of the run"
+        )
+    if any("offload" in name for name in names):
+        return (
+            "offloading: leave it out, and load the pipeline anew; its weights go to "
+            "the mesh, and components take turns there"
+        )
+    return (
+        f"hooks of diffusers ({', '.join(sorted(names))}); port the pipeline first, "
+        "and call enable_cache after"
+    )
+
+
 def _check_untouched(name: str, component: torch.nn.Module) -> None:
     for path, module in component.named_modules():
         where = f"{name}.{path}".rstrip(".")
@@ -119,10 +141,7 @@ def _check_untouched(name: str, component: torch.nn.Module) -> None:
                 "pipeline that was loaded by itself"
             )
         if has_hooks(module) or "_hf_hook" in vars(module):
-            raise UsageError(
-                f"{where} has hooks of diffusers or accelerate (offloading, a cache); "
-                "port the pipeline first, and call enable_cache after"
-            )
+            raise UsageError(f"{where} has {_hooks_of(module)}")
         if any(t.device.type not in ("cpu", "meta") for t in module.parameters(False)):
             raise UsageError(
                 f"{where} is on {next(module.parameters()).device}; load the pipeline "

@@ -115,6 +115,8 @@ def reshaped(dims: Dims, shape: Sequence[int], sides: Sequence[Side]) -> Dims:
         MixedError: the shape cuts rows or columns in another way than into groups of
             equal size, none of which lies on two devices.
     """
+    if 0 in shape:  # of no element, as frames after the only one: as any array
+        return tuple((Factor(size, SAME),) for size in shape)
     factors = [one for dim in dims for one in dim]
     if any(one.split and one.size == 1 for one in factors):
         raise MixedError("a reshape of a picture of which a device has one row")

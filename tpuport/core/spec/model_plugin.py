@@ -23,6 +23,7 @@ from tpuport.core.weights.sharding import (
     ShardingPlan,
     ShardRule,
     Spec,
+    UndividedError,
     plan_sharding,
 )
 from tpuport.errors import (
@@ -354,6 +355,8 @@ class ModelPlugin:
         """
         try:
             return self.modules[name].plan(name, layout, weights, mesh)
+        except UndividedError:
+            raise  # the mesh is at fault, and not the plugin
         except ShardingError as error:
             raise ShardingError(f"plugin {self.name}: {error}") from None
 

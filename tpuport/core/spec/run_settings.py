@@ -263,7 +263,6 @@ class RunSettings:
         compile_cache: keep compiled programs in ``cache_dir``.
         profile_calls: ``None`` for :data:`PROFILED_CALLS`.
         no_jit: the stage that runs op by op, or several.
-        keep_loaded: keep weights on the devices between calls of ``generate``.
     """
 
     model: str | None = setting(
@@ -392,7 +391,6 @@ class RunSettings:
         takes=list[str],
         commands="G",
     )
-    keep_loaded: bool = python_only(kinds.flag, default=True)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], *, named: Callable[[str], str]) -> Self:

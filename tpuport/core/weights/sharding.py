@@ -36,6 +36,18 @@ GATHERED = "gathered"
 _NAMES_SHOWN = 3
 
 
+class UndividedError(ShardingError):
+    """The rules fit the weights, but axes of the mesh do not divide dims.
+
+    Attributes:
+        split: the axes that split a dim together -> sizes of all dims that they split.
+    """
+
+    def __init__(self, text: str, split: Mapping[tuple[str, ...], set[int]]) -> None:
+        super().__init__(text)
+        self.split = split
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRule:
     """A claim on the weights whose whole name a regex matches.
@@ -179,6 +191,7 @@ def plan_sharding(
         mesh_shape: axis name -> size, all axes of the mesh.
 
     Raises:
+        UndividedError: the mesh alone does not fit; lists every weight.
         ShardingError: lists every weight and rule that does not fit.
     """
     compiled = [re.compile(rule.pattern) for rule in rules]
@@ -269,6 +282,8 @@ class _Problems:
         self._component = component
         # Line -> its weights. Blocks of a model repeat, and so would the line.
         self._found: dict[str, list[str]] = {}
+        self._undivided: set[str] = set()
+        self._split: dict[tuple[str, ...], set[int]] = {}
 
     def check(self, mesh: Mapping[str, int]) -> None:
         """Refuse a plan with problems.
@@ -278,7 +293,7 @@ class _Problems:
         """
         count = len(self._found)
         if count:
-            raise ShardingError(
+            told = (
                 f"sharding of {self._component} on mesh {_mesh_text(mesh)} has "
                 f"{count} problem{'s' if count > 1 else ''}:"
                 + "".join(
@@ -286,6 +301,9 @@ class _Problems:
                     for text, names in self._found.items()
                 )
             )
+            if self._undivided == self._found.keys():
+                raise UndividedError(told, self._split)
+            raise ShardingError(told)
 
     def add(self, text: str, *names: str) -> None:
         self._found.setdefault(text, []).extend(names)
@@ -325,13 +343,15 @@ class _Problems:
             # A set, because an axis used twice is reported with the rule.
             axes = [axis for axis in dict.fromkeys(spec_axes(entry)) if axis in sizes]
             parts = math.prod(sizes[axis] for axis in axes)
+            self._split.setdefault(tuple(axes), set()).add(shape[dim])
             if shape[dim] % parts:
-                self.add(
+                text = (
                     f"rule {rule.pattern!r} splits dim {dim} of size {shape[dim]} "
                     f"(shape {_shape_text(shape)}) over mesh axis {'+'.join(axes)} of "
-                    f"size {parts}, which does not divide it",
-                    name,
+                    f"size {parts}, which does not divide it"
                 )
+                self.add(text, name)
+                self._undivided.add(text)
             else:
                 ways *= parts
         return ways
