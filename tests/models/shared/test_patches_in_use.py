@@ -98,7 +98,10 @@ def test_patches_of_an_image_in_the_first_frame_run(
     asked = {
         "image": Image.new("RGB", (64, 32)),
         "prompt": "a fox",
-        **{"height": 32, "width": 64, "num_frames": 5, "num_inference_steps": 1},
+        "height": 32,
+        "width": 64,
+        "num_frames": 5,
+        "num_inference_steps": 1,
     }
     assert run_patches(hunyuanvideo_folders["13b-i2v"], asked) >= {
         "hunyuanvideo-native-first-frame-block",
