@@ -74,11 +74,11 @@ def test_steps_on_the_devices_go_on_to_the_same_bytes(
     Each takes 15 s: three runs, which compile their modules.
     """
     one, more = all_examples()[name], {"num_inference_steps": 4}
-    whole = Run(one, port=True, **more)
+    whole = Run(one, port=tmp_path, **more)
     known = set(programs)
     assert known
-    killed = Run(one, kill_after=3, port=True, **more)
+    killed = Run(one, kill_after=3, port=tmp_path, **more)
     assert killed.recorded.stepped > 0
-    again = Run(one, on_disk(killed.recorded, tmp_path), port=True, **more)
+    again = Run(one, on_disk(killed.recorded, tmp_path), port=tmp_path, **more)
     assert equal(again.arrays, whole.arrays)
     assert set(programs) == known

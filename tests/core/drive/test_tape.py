@@ -58,6 +58,8 @@ class Killed(BaseException):
 class Run:
     """One run of an example, from a tape on disk.
 
+    With ``port`` by programs, which other runs find compiled in that folder.
+
     Attributes:
         arrays: what was made; ``None`` if the run ended before.
         recorded: what another run can go on from.
@@ -70,7 +72,7 @@ class Run:
         *,
         until: StageName | None = None,
         kill_after: int | None = None,
-        port: bool = False,
+        port: Path | None = None,
         **more: Any,
     ) -> None:
         pipeline, call = made(one)
@@ -82,8 +84,8 @@ class Run:
         self.arrays: Arrays | None = None
         self.steps = 0
         journal = Journal(Reporter())
-        if port:
-            tpuport.port(pipeline, progress=False)
+        if port is not None:
+            tpuport.port(pipeline, progress=False, cache_dir=port / "compiled")
             journal = seam_of(pipeline).journal
         if kill_after is not None:
             self.tape.step = self._killing(kill_after)  # type: ignore[method-assign]
@@ -156,8 +158,8 @@ def test_stages_make_the_bytes_of_one_run(one: Example, tmp_path: Path) -> None:
 
 def test_a_ported_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     one = all_examples()["LTX2Pipeline"]
-    whole = Run(one, port=True)
-    killed = Run(one, kill_after=2, port=True)
+    whole = Run(one, port=tmp_path)
+    killed = Run(one, kill_after=2, port=tmp_path)
     # The sound had not stepped yet: a denoiser's answer waited for it.
     assert (killed.recorded.stepped, whole.recorded.stepped) == (2, 4)
     # Of the encoder, what upstream reads is kept, and no logits.
@@ -165,7 +167,7 @@ def test_a_ported_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert answer is not None
     assert {tensor.is_meta for tensor in answer.tensors} == {True, False}
     assert not answer.later
-    again = Run(one, on_disk(killed.recorded, tmp_path), port=True)
+    again = Run(one, on_disk(killed.recorded, tmp_path), port=tmp_path)
     assert equal(again.arrays, whole.arrays)
     assert again.recorded.stepped == whole.recorded.stepped
 
