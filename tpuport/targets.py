@@ -17,7 +17,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.weights.sharding import DEFAULT_LAYOUT
+from tpuport.core.weights.sharding import DEFAULT_LAYOUT, GATHERED
 from tpuport.errors import PluginError, UsageError
 from tpuport.plugins import get_model, model_plugins, plugin_for, plugin_for_module
 
@@ -79,6 +79,7 @@ def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
         overrides=OVERRIDES,
         implementation=settings.attention,
         cache=folder and folder / XLA_FOLDER,
+        in_parts=settings.sharding == GATHERED,
     )
 
 
@@ -150,8 +151,9 @@ def module_target(
 
 
 def _without_plugin(general: Target, settings: RunSettings, kind: str) -> Target:
-    for name, default in (("sharding", DEFAULT_LAYOUT), ("vae", TORCHAX)):
-        if getattr(settings, name) != default:
+    known = {"sharding": (DEFAULT_LAYOUT, GATHERED), "vae": (TORCHAX,)}
+    for name, values in known.items():
+        if getattr(settings, name) not in values:
             raise UsageError(f"{name}: is for a plugin, and {kind} has none")
     return general
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from tpuport import api
+from tpuport.cli.shown import signals
+from tpuport.core.reports import Reporter
+from tpuport.core.run.progress import Display
 
 #: Device files of TPUs (two driver generations) and of NVIDIA GPUs.
 _ACCELERATORS = ("accel*", "vfio/[0-9]*", "nvidia0")
@@ -55,3 +61,16 @@ def _quiet_loggers(names: Iterable[str]) -> None:
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.ERROR)
+
+
+def import_libraries(reporter: Reporter) -> None:
+    """Import torch, jax and diffusers, which takes seconds; Ctrl-C ends at once."""
+    with signals.starting(before="\n"):
+        api.import_libraries(reporter)
+
+
+@contextlib.contextmanager
+def looking(what: str) -> Iterator[None]:
+    """Say what takes seconds: mostly imports, after which nothing is written."""
+    with Display() as display, display.timed(what), signals.starting(before="\n"):
+        yield

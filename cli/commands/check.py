@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuport.cli.asked.absent_chips import prepare_topology
-from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.environment import looking, prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import MESH, Checked, check
@@ -144,11 +144,7 @@ def scan_(
     """
     prepare(debug=settings.debug)
     files = sources_in(Path(path).expanduser())
-    with (
-        Display() as display,
-        display.timed("looking at the patches"),
-        signals.starting(before="\n"),
-    ):
+    with looking("looking at the patches"):
         patches = _patches()
     found = [finding for file in files for finding in scan(file, patches)]
     left = [one for one in found if not one.patch]

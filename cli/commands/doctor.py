@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.api import default_cache_dir
-from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.environment import looking, prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.folders import check_folder
 from tpuport.core.reports import bytes_text
-from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import COMPILED, DEMO
 from tpuport.errors import TpuportError, UsageError
 
@@ -56,11 +54,7 @@ def doctor(settings: Settings) -> None:
     """
     variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
     prepare(debug=settings.debug)
-    with (
-        Display() as display,
-        display.timed("looking at the installation"),
-        signals.starting(before="\n"),  # mostly imports; nothing is written
-    ):
+    with looking("looking at the installation"):
         report = examine(settings.cache_dir or default_cache_dir())
     report["environment"] = variables
     if settings.json:

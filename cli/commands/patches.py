@@ -12,17 +12,15 @@ from typing import Annotated, Any
 import typer
 from packaging.requirements import Requirement
 
-from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.environment import looking, prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Blocks
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import version
 from tpuport.core.reports import plural
-from tpuport.core.run.progress import Display
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
 from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
@@ -107,11 +105,7 @@ def patches(
     entries: list[Entry] = []
     models = model_plugins() if model is None else [get_model(model)]
     prepare(debug=settings.debug)
-    with (
-        Display() as display,
-        display.timed("looking at upstream's code"),
-        signals.starting(before="\n"),  # mostly imports; nothing is written
-    ):
+    with looking("looking at upstream's code"):
         known = _names(models)
         if name is None or name in known:  # else diffusers need not be imported
             entries = [e for e in examine(models) if name in (None, e.name)]

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport import api, targets
+from tpuport import targets
 from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import import_libraries
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.cli.runs.planning import plan_run
 from tpuport.cli.runs.variants import resolved
-from tpuport.cli.shown import signals
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.made_folder import made_once
@@ -112,8 +112,7 @@ class Subject:
         Raises:
             PluginError: what a plugin declares is not so.
         """
-        with signals.starting(before="\n"):
-            api.import_libraries(reporter)
+        import_libraries(reporter)
         from tpuport.core.pipelines import small
 
         known = find_plugin(name)

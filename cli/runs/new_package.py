@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport import api
+from tpuport.cli.asked.environment import import_libraries
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import Subject, arguments
 from tpuport.cli.runs.checks import upstreams_errors
-from tpuport.cli.shown import signals
 from tpuport.core.enums import denoises
 from tpuport.core.files.atomic import cannot_write, temporary_beside
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -116,8 +115,7 @@ def new_package(
         TpuportError: the class cannot be built small, or not ported.
     """
     package = _checked(name, out)
-    with signals.starting(before="\n"):
-        api.import_libraries(reporter)
+    import_libraries(reporter)
     from tpuport.core.pipelines import small
 
     cls = small.pipeline_class(pipeline)

@@ -9,11 +9,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import import_libraries
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.files.made_folder import made_once
 from tpuport.core.reports import Reporter
@@ -54,7 +53,7 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
                     named = replace(settings, variant=name)
                     return resolved(named, plugin, weights=weights)
         return settings
-    _import_libraries()
+    import_libraries(Reporter())
     from tpuport.core.pipelines.folder import PipelineFolder
 
     pipeline = PipelineFolder.find(source, Reporter()).class_name
@@ -94,7 +93,7 @@ def _made(
     content = json.dumps(configs, sort_keys=True).encode()
     mark = hashlib.sha256(content).hexdigest()[:8]
     folder = cache_folder(settings.cache_dir) / kind / f"{model}-{variant}-{mark}"
-    _import_libraries()
+    import_libraries(Reporter())
     from tpuport.core.pipelines.stand_in import write_configs, write_random
 
     write: Callable[..., None] = write_random if kind == DEMO else write_configs
@@ -123,7 +122,7 @@ def _variant(settings: Settings, plugin: ModelPlugin) -> tuple[str, Published]:
 
 def _class_of(settings: Settings, plugin: ModelPlugin, one: Published) -> Any:
     """The pipeline class that configs of a variant are run as; ``None`` without one."""
-    _import_libraries()
+    import_libraries(Reporter())
     import diffusers
 
     from tpuport.core.pipelines.call_arguments import media_of
@@ -133,11 +132,6 @@ def _class_of(settings: Settings, plugin: ModelPlugin, one: Published) -> Any:
     index, transformer = configs["model_index"], configs.get("transformer", {})
     found = class_taking(plugin, index, transformer, media_of(settings))
     return found and getattr(diffusers, found)
-
-
-def _import_libraries() -> None:
-    with signals.starting(before="\n"):
-        api.import_libraries(Reporter())
 
 
 def _with_defaults(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport import api, targets
+from tpuport import targets
 from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import import_libraries
 from tpuport.cli.asked.noise import read_noise
 from tpuport.cli.asked.outputs import check_report, outputs_of
 from tpuport.cli.asked.settings import Settings
@@ -34,7 +35,6 @@ from tpuport.cli.runs.checks import (
 )
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.taped_call import TapedCall
-from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.enums import Backend, Blocks, StageName, denoises
 from tpuport.core.files.folders import check_folder
@@ -71,8 +71,7 @@ _FLAGS = (
 def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     """The pipeline's folder; the index alone is read."""
     cache_folder(settings.cache_dir)
-    with signals.starting(before="\n"):
-        api.import_libraries(reporter)
+    import_libraries(reporter)
     from tpuport.core.pipelines.call_arguments import SCHEDULER, media_of
     from tpuport.core.pipelines.folder import PipelineFolder
 

@@ -179,18 +179,10 @@ def test_a_file_may_hold_any_setting(file: Any) -> None:
     )
 
 
-def test_what_to_look_at_may_be_in_the_file(file: Any) -> None:
-    text = """
-        memory-report: true
-        profile: traces
-        profile_calls: 5
-        no-jit-stage: [denoise, decode]
-    """
-    settings = parse("--config", file(text), "--no-jit-stage", "encode")
-    assert settings.memory_report is True
-    assert settings.profile == Path("traces")
-    assert settings.profile_calls == 5
-    assert settings.no_jit == ("encode",)
+def test_stages_op_by_op_are_named_or_all(file: Any) -> None:
+    config = file("no-jit-stage: [denoise, decode]")
+    assert parse("--config", config).no_jit == ("denoise", "decode")
+    assert parse("--config", config, "--no-jit-stage", "encode").no_jit == ("encode",)
     settings = parse("--config", file("no_jit: true"))
     assert settings.no_jit == ("encode", "denoise", "decode")
     assert parse().no_jit == ()

@@ -149,7 +149,10 @@ def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> No
 def test_the_test_of_a_new_package_is_green(
     cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over 10 s: the package's test is a whole check."""
+    """But for the comparison, which the example's own check makes."""
+    from tpuport.cli.runs import checked
+
+    monkeypatch.setattr(checked, "compare", lambda *_: [])
     assert cli("new-model", "my-ltx", "--class", "LTXPipeline").code == 0
     install(tmp_path / "my-ltx", "my-ltx", "tpuport_my_ltx.plugin")
     monkeypatch.syspath_prepend(str(tmp_path / "my-ltx/tests"))

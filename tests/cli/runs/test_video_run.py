@@ -347,34 +347,6 @@ def test_a_pipeline_of_blocks_makes_a_video_with_upstreams_sound(
     assert loud[0] == pytest.approx(loud[1], rel=0.2)
 
 
-def test_the_plugin_of_an_equal_pipeline_is_used(cli: Cli, once: Once) -> None:
-    """Its patches: without, the transformer cannot become a program.
-
-    The transformer is compiled and run, so the test may take more than 10 s.
-    """
-
-    def write(folder: Path) -> None:
-        name = "HunyuanVideo15ModularPipeline"
-        saved(made(all_examples()[name])[0], folder / "pipeline")
-
-    folder = once("hunyuan-blocks", write) / "pipeline"
-    run = ("--weights", folder, "--prompt", "a fox", "--negative-prompt", "blurry")
-    run += ("--size", "32x16", "--frames", "5", "--steps", "1")
-    built = ("--stage", "denoise", "--topology", "local", "--out", "built")
-    ran = cli("compile", *run, *built, "--json")
-    assert ran.code == 0, ran.err
-    assert "blocks of the plugin of hunyuanvideo" in ran.err
-    assert len(ran.json["programs"]) == 1
-    hosts = ("text_encoder", "text_encoder_2", "vae")
-    run += tuple(word for name in hosts for word in ("--on-host", name))
-    ran = cli("generate", *run, "--executables", "built", "--out", "x.gif", "--json")
-    assert ran.code == 0, ran.err
-    assert ran.json["report"]["blocks"] == "native"
-    stages = ran.json["report"]["stages"]
-    (used,) = (one for stage in stages for one in stage["compiles"])
-    assert used["loaded"]
-
-
 def test_a_package_that_is_missing_is_named(
     cli: Cli, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

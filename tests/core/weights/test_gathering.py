@@ -23,26 +23,24 @@ from tpuport.core.weights.sharding import ShardRule, WeightInfo, plan_sharding
 STACKED = "model.transformer_blocks.*.ff.net.0.proj.weight"
 
 
-@pytest.fixture
-def _crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No device has room for weights, and small ones count too."""
-    monkeypatch.setattr(module_weights, "room_for_weights", lambda devices: 0)
-    monkeypatch.setattr(gathering, "SMALLEST", 1)
-
-
 def entry_of(ported: torch.nn.Module) -> Entry:
     return seam_of(ported).entries["Plain"]
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("_crowded")
 @pytest.mark.parametrize(
-    ("mesh", "parts"), [("sp=4", 4), ("dp=2", 2), ("dp=2,sp=2", 4)]
+    ("mesh", "parts", "sharding"),
+    [("sp=4", 4, "default"), ("dp=2", 2, "gathered"), ("dp=2,sp=2", 4, "default")],
 )
-def test_gathered_weights_give_the_same(mesh: str, parts: int) -> None:
+def test_gathered_weights_give_the_same(
+    mesh: str, parts: int, sharding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sharding == "default":  # no device has room
+        monkeypatch.setattr(module_weights, "room_for_weights", lambda devices: 0)
+    monkeypatch.setattr(gathering, "SMALLEST", 1)
     module = Plain()
     inputs = [torch.from_numpy(np.array(x)) for x in given()]
-    program = tpuport.port(module, mesh=mesh)
+    program = tpuport.port(module, mesh=mesh, sharding=sharding)
     found, expected = program(*inputs), module(*inputs)
     assert float((found - expected).abs().max()) <= TOLERANCES["component float32"]
     entry: Any = entry_of(program)

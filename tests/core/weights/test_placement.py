@@ -119,11 +119,11 @@ def test_the_host_holds_a_few_tensors_and_the_devices_each_weight_once() -> None
     wanted = abstract(ported, plan, mesh)
     alive: list[int] = []
     held: list[int] = []
-    seen: list[weakref.ref[Any]] = []
     gc.collect()
     before = sum(a.nbytes for a in jax.live_arrays())
 
     def stream() -> Iterator[tuple[str, np.ndarray]]:
+        seen: list[weakref.ref[Any]] = []
         for name in ported.names.stored:
             alive.append(sum(ref() is not None for ref in seen))
             held.append(sum(a.nbytes for a in jax.live_arrays()) - before)
@@ -131,14 +131,17 @@ def test_the_host_holds_a_few_tensors_and_the_devices_each_weight_once() -> None
             seen.append(weakref.ref(tensor))
             yield name, tensor
 
-    found = place_weights(ported, wanted, stream())
-    (stack,) = found.values()
-    assert [float(stack[i, 0, 0]) for i in range(COUNT)] == [*range(COUNT)]
-    assert len(alive) == COUNT
-    assert max(alive) <= 2
-    # From the first tensor on the whole stack is there, and it is there once.
-    assert max(held) <= COUNT * LAYER + 2 * LAYER
-    assert held[2] >= COUNT * LAYER
+    for _ in range(50):  # the devices may be slower than the host at times
+        (stack,) = place_weights(ported, wanted, stream()).values()
+        assert [float(i) for i in stack[:, 0, 0]] == [*range(COUNT)]
+        assert len(alive) == COUNT
+        assert max(alive) <= 2
+        # From the first tensor on the whole stack is there, and it is there once.
+        assert max(held) <= COUNT * LAYER + 2 * LAYER
+        assert held[2] >= COUNT * LAYER
+        alive.clear()
+        held.clear()
+        del stack
 
 
 def test_a_layer_is_written_into_the_memory_of_its_stack() -> None:

@@ -174,6 +174,8 @@ class ModuleWeights:
         room = room_for_weights(mesh.devices.flat)
         if self.target.splits_space(self.name):
             room = sys.maxsize  # each device computes with all of them
+        elif self.target.in_parts:
+            room = 0
         elif not self._each_step:
             room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)

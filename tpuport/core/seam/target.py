@@ -68,6 +68,7 @@ class Target:
         general: for a component that is not as the plugin knows it.
         cache: a folder where jax keeps compiled programs; ``None`` keeps none.
         built: executables that are used in place of compiling.
+        in_parts: weights of stacked blocks are held in parts though they fit.
     """
 
     mesh: jax.sharding.Mesh
@@ -80,6 +81,7 @@ class Target:
     blocks: Blocks = Blocks.UPSTREAM
     implementation: AttentionChoice = AttentionChoice()
     alone: bool = False
+    in_parts: bool = False
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:

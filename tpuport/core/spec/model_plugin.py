@@ -19,6 +19,7 @@ from tpuport.core.enums import Blocks
 from tpuport.core.spec.component import TORCHAX, Named, NativeForm, import_named
 from tpuport.core.weights.sharding import (
     DEFAULT_LAYOUT,
+    GATHERED,
     ShardingPlan,
     ShardRule,
     Spec,
@@ -82,7 +83,7 @@ class Module:
             known = ", ".join(map(repr, SPLITS))
             raise PluginError(f"split={self.split!r}: a module has {known}, or None")
         for name in self.layouts:
-            if name == DEFAULT_LAYOUT:
+            if name in (DEFAULT_LAYOUT, GATHERED):
                 raise PluginError(f"a layout may not be called {name!r}")
         for layout in (self.layout, *self.layouts.values()):
             rules_of(layout)
@@ -241,7 +242,7 @@ class ModelPlugin:
     def layouts(self) -> tuple[str, ...]:
         """What ``--sharding`` takes."""
         own = [name for module in self.modules.values() for name in module.layouts]
-        return (DEFAULT_LAYOUT, *dict.fromkeys(own))
+        return (DEFAULT_LAYOUT, GATHERED, *dict.fromkeys(own))
 
     def forms_with(
         self, blocks: Blocks, chosen: Mapping[str, str] = MappingProxyType({})

@@ -148,20 +148,15 @@ inside = partial(setting, panel=INSIDE, commands="GEND")
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What to make, as it was asked for; ``None`` is left to the variant.
+    """What to make, as it was asked for; ``None`` is left to the variant or upstream.
 
-    The help of each flag says what the field does. From Python there is more to say of:
+    The help of each flag says what the field does.
 
     Attributes:
-        prompt: one, or several for one batch.
-        negative_prompt: one for all, or one for each.
-        fps: recorded with the result; the model does not see it.
-        seed: one (one generator for the batch) or one per video.
-        image: a path, a PIL image or a uint8 array [Y, X, 3]; or a list with one for
-            each video.
-        video: a path, a list of PIL images or a uint8 array [F, Y, X, 3]; its first
-            ``num_frames`` frames are used.
-        aspect_ratio: also (height, width).
+        prompt: each is made with each ``seed``.
+        image: a path; made up for a check, a uint8 array [Y, X, 3].
+        video: a path; made up for a check, a uint8 array [F, Y, X, 3].
+        aspect_ratio: (height, width).
     """
 
     prompt: tuple[str, ...] = what(

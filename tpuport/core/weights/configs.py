@@ -47,7 +47,7 @@ def check_config(
     Raises:
         WeightsError: a value of another type, an empty list, a number that is not
             finite, not positive or far beyond its default, more layers than the
-            files hold tensors, or an activation function that there is not.
+            files hold tensors, or an activation function or a model that there is not.
     """
     stored = functools.cache(stored)
     owner = cls if hasattr(cls, "from_config") else getattr(cls, "config_class", cls)
@@ -66,10 +66,40 @@ def check_config(
         problem = problem or _range_problem(name, value, parameter.default)
         problem = problem or _activation_problem(name, value)
         if problem:
-            raise damaged(
-                f"{file}: {name} is {quoted(value)}: {problem}; {cls.__name__} cannot "
-                "be built from it"
-            )
+            raise _unfit(cls, file, name, value, problem)
+    if hasattr(owner, "model_type"):
+        _check_computed(cls, owner, config, file)
+
+
+def _unfit(cls: Any, file: str, name: str, value: Any, problem: str) -> WeightsError:
+    return damaged(
+        f"{file}: {name} is {quoted(value)}: {problem}; {cls.__name__} cannot be "
+        "built from it"
+    )
+
+
+def _check_computed(cls: Any, owner: Any, config: Mapping[str, Any], file: str) -> None:
+    """Refuse what a config of transformers takes in place of what it computes itself.
+
+    Raises:
+        WeightsError: a computed value of another type, or a model that there is not.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    kind = config.get("model_type", owner.model_type)
+    if kind != owner.model_type and not (
+        isinstance(kind, str) and kind in CONFIG_MAPPING
+    ):
+        raise _unfit(cls, file, "model_type", kind, "transformers has no such model")
+    given = inspect.signature(owner.__init__).parameters
+    own = config.keys() - vars(PreTrainedConfig()).keys() - given.keys()
+    with building(cls.__name__, file):
+        computed = vars(owner(**{n: config[n] for n in given if n in config}))
+    for name in sorted(own & computed.keys()):
+        kinds = {type(computed[name])}
+        if kinds <= {bool, int, str} and type(config[name]) not in kinds:
+            problem = f"{_in_words(kinds)} is needed"
+            raise _unfit(cls, file, name, config[name], problem)
 
 
 @contextlib.contextmanager

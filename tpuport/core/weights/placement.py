@@ -102,24 +102,25 @@ def place_weights(
     for name, tensor in tensors:
         array, index = places.pop(name)
         struct, members = wanted[array], ported.arrays[array]
+        write: Any = None
         if len(members) == 1:
-            weights[array] = jax.device_put(tensor, struct.format, may_alias=False)
+            part = jax.device_put(tensor, struct.format, may_alias=False)
         elif struct.size * struct.dtype.itemsize <= GATHERED_BYTES:
             layers = gathered.setdefault(array, [None] * len(members))
             layers[index] = tensor
             if any(layer is None for layer in layers):
                 continue
             stack = np.stack(gathered.pop(array))
-            weights[array] = jax.device_put(stack, struct.sharding, may_alias=False)
+            part = jax.device_put(stack, struct.sharding, may_alias=False)
         else:
             make, write, one = _filling(struct.shape, struct.dtype, struct.sharding)
             if array not in weights:
                 weights[array] = make()
-            layer = jax.device_put(tensor, one)
-            weights[array] = write(weights[array], layer, index)
-        if before is not None and not before.is_deleted():
-            jax.block_until_ready(before)
-        before = weights[array]
+            part = jax.device_put(tensor, one)
+        # Before a write takes over the memory of the last: then nothing can be awaited.
+        jax.block_until_ready(before)
+        before = write(weights[array], part, index) if write else part
+        weights[array] = before
     assert not places, f"no tensor for {next(iter(places))}"
     return jax.block_until_ready(weights)
 

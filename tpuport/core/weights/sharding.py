@@ -30,6 +30,9 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 DEFAULT_LAYOUT = "default"
 """The layout of a component's own rules."""
 
+GATHERED = "gathered"
+"""As by default, and stacked blocks are held in parts though they fit."""
+
 _NAMES_SHOWN = 3
 
 
