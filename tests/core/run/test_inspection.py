@@ -201,6 +201,7 @@ def test_every_call_is_noted_with_its_devices(tmp_path: Path) -> None:
         assert [device["device"] for device in call["devices"]] == ["cpu:0", "cpu:1"]
         assert call["devices"][0]["in_use"] > 0
     assert inspection.text().startswith("memory until then:")
+    assert inspection.lines([report]) == []  # the summary has the table
     assert report.as_dict()["memory"] == report.memory
 
 

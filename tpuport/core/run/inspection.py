@@ -91,13 +91,12 @@ class Inspection:
         return found
 
     def text(self) -> str:
-        """The memory that was noted, for people; empty for none."""
+        """The memory that was noted by an error, for people; empty for none."""
         return "" if self._log is None else self._log.text()
 
     def lines(self, reports: Sequence[StageReport]) -> list[str]:
-        """What was noted, for people."""
-        told = [self.text()]
-        told += [self._traces[StageName(one.stage)].line() for one in reports]
+        """What was profiled, for people; the summary of a run has the memory."""
+        told = [self._traces[StageName(one.stage)].line() for one in reports]
         return [line for line in told if line]
 
 
