@@ -75,9 +75,13 @@ def run(
     port: bool = False,
     before: Recorded = Recorded(),
     kill_after: int | None = None,
+    compiled: Path | None = None,
     steps: int = 7,
 ) -> Ran:
-    """Latents of an example; its text is encoded by upstream's code."""
+    """Latents of an example; its text is encoded by upstream's code.
+
+    Programs are kept in ``compiled``.
+    """
     pipeline, call = made(all_examples()[name])
     torch.manual_seed(3)
     generator = torch.Generator("cpu").manual_seed(3)
@@ -95,7 +99,8 @@ def run(
         if caches is not None:
             stack.enter_context(standing(caches.modules.values()))
         if port:
-            tpuport.port(pipeline, on_host=["text_encoder"], progress=False)
+            how = {"on_host": ["text_encoder"], "cache_dir": compiled}
+            tpuport.port(pipeline, progress=False, **how)
             stack.callback(tpuport.unport, pipeline)
             journal = seam_of(pipeline).journal
         if kill_after is not None:
@@ -211,13 +216,14 @@ def test_a_killed_run_goes_on_to_the_same_bytes(after: int, tmp_path: Path) -> N
 
 
 def test_what_stays_on_the_devices_goes_to_a_checkpoint(tmp_path: Path) -> None:
-    whole = run("WanPipeline", parse(TAYLOR), port=True)
-    killed = run("WanPipeline", parse(TAYLOR), port=True, kill_after=4)
+    ported = functools.partial(
+        run, "WanPipeline", parse(TAYLOR), port=True, compiled=tmp_path / "compiled"
+    )
+    whole, killed = ported(), ported(kill_after=4)
     TapeFolder(tmp_path).write(killed.recorded)
     before = TapeFolder(tmp_path).read()
     assert [len(one) for one in before.histories.values()] == [2, 2]
-    again = run("WanPipeline", parse(TAYLOR), port=True, before=before)
-    assert equal(again, whole)
+    assert equal(ported(before=before), whole)
 
 
 class Block(torch.nn.Module):

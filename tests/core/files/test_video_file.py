@@ -17,10 +17,8 @@ import pytest
 
 from tests.core.files.runs import NO_ROOM, failing
 from tests.core.files.videos import kind_of, read_back, sound_of, write_video
-from tests.core.files.whole_frames import check_frames
 from tpuport.core.files.encoders import open_encoder
 from tpuport.core.files.fingerprint import hash_output
-from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
 from tpuport.core.files.video_file import (
     LONGEST,
@@ -42,73 +40,6 @@ def moving(count: int = 5, height: int = 32, width: int = 48) -> np.ndarray:
     for index in range(count):
         frames[index, :, 4 * index : 4 * index + 8] = (20, 180, 240)
     return frames
-
-
-# --- frames
-
-
-def test_bytes_are_rounded_and_clipped() -> None:
-    values = [-1.0, 0.0, 0.4 / 255, 0.6 / 255, 127.5 / 255, 254.6 / 255, 1.0, 2.0]
-    frames = np.array(values, np.float32)
-    assert to_uint8(frames).tolist() == [0, 0, 0, 1, 128, 255, 255, 255]
-    every = np.arange(256, dtype=np.uint8)
-    assert np.array_equal(to_uint8(every.astype(np.float32) / 255), every)
-    assert to_uint8(every) is every
-
-
-def test_nan_and_other_integers_have_no_bytes() -> None:
-    with pytest.raises(VideoError, match="NaN or infinite"):
-        to_uint8(np.array([0.5, np.nan], np.float32))
-    with pytest.raises(VideoError, match="must be float or uint8, not int64"):
-        to_uint8(np.array([1]))
-
-
-def videos() -> np.ndarray:
-    """Two good videos of shape [2, T, Y, X, 3], float32."""
-    return np.stack([moving(), moving()[::-1]]).astype(np.float32) / 255
-
-
-def test_ordinary_frames_pass() -> None:
-    check_frames(videos())
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_counted_and_located(bad: float) -> None:
-    frames = videos()
-    frames[1, 3, 0, 0, :] = bad
-    frames[1, 4, 0, 0, 1] = bad
-    with pytest.raises(
-        VideoError, match=r"video 1: 4 of \d+ values .* from frame 3 on"
-    ):
-        check_frames(frames)
-
-
-def test_black_videos_are_refused() -> None:
-    frames = videos()
-    frames[1] = 0.4 / 255
-    with pytest.raises(VideoError, match="video 1: all 5 frames are black"):
-        check_frames(frames)
-
-
-def test_videos_of_one_colour_are_refused() -> None:
-    frames = videos()
-    frames[1] = (0.9, 0.1, 0.5)
-    with pytest.raises(VideoError, match=r"video 1: .* same colour \(0.900, 0.100"):
-        check_frames(frames)
-    frames[1, 0, 0, 0] += np.float32(1 / 255)  # still within 1/255
-    with pytest.raises(VideoError, match=r"video 1: .* same colour"):
-        check_frames(frames)
-    frames[1, 0, 0, 0] += np.float32(0.5 / 255)
-    check_frames(frames)
-
-
-def test_arrays_of_another_shape_or_dtype_are_refused() -> None:
-    with pytest.raises(VideoError, match=r"must have shape \[N, T, Y, X, 3\], not"):
-        check_frames(videos()[0])
-    with pytest.raises(VideoError, match=r"\[2, 0, 32, 48, 3\]"):
-        check_frames(videos()[:, :0])
-    with pytest.raises(VideoError, match=r"must be float .*, not uint8"):
-        check_frames(moving()[None])
 
 
 # --- where it goes

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.core.layers.test_attention import sizes_in
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
@@ -28,7 +29,6 @@ from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.context import AttentionRecord, OpContext
-from tpuport.errors import AttentionError
 from tpuport.kernels.attention.choice import AttentionChoice
 
 TOLERANCE = TOLERANCES["attention torch float32"]
@@ -328,24 +328,7 @@ def test_what_does_not_fit_is_refused_on_both_sides(name: str) -> None:
         eager_attention(*(torch.zeros(shape) for shape in shapes), **plain)
 
 
-def test_a_named_kernel_that_cannot_is_an_error() -> None:
-    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
-    with pytest.raises(AttentionError, match="'splash' cannot do this call"):
-        length_attention(context(implementation="splash"), q, k, v, jnp.asarray([3, 8]))
-
-
 # --- memory
-
-
-def sizes_in(jaxpr: Any) -> set[int]:
-    """The number of elements of every value in a program, its inner ones included."""
-    found = set()
-    for equation in jaxpr.eqns:
-        for variable in (*equation.invars, *equation.outvars):
-            found.add(int(np.prod(getattr(variable.aval, "shape", ()))))
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            found |= sizes_in(inner)
-    return found
 
 
 @pytest.mark.parametrize("mesh", [None, (1, 8, 1)], ids=str)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,11 +17,6 @@ def message(function: Any, *args: Any, **kwargs: Any) -> str:
     with pytest.raises(MeshError) as caught:
         function(*args, **kwargs)
     return str(caught.value)
-
-
-def test_importing_the_module_imports_no_jax() -> None:
-    code = "import sys, tpuport.core.mesh.mesh_spec; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class TestSpec:
@@ -108,7 +101,9 @@ class TestParse:
             ("dp=2,4", "mesh 'dp=2,4': '4' is not axis=size"),
             ("dp=2,", "mesh 'dp=2,': '' is not axis=size"),
             ("", "mesh '' is not understood"),
+            ("2x4", "mesh '2x4' is not understood"),
             ("2,4", "mesh '2,4' gives 2 of 3 sizes"),
+            ("8", "mesh '8' gives 1 of 3 sizes"),
             ((1, 1, 1, 1), "mesh (1, 1, 1, 1) gives 4 of 3 sizes"),
             (8, "mesh 8 cannot be read"),
         ],
@@ -117,9 +112,6 @@ class TestParse:
         self, value: Any, says: str
     ) -> None:
         assert message(MeshSpec.parse, value) == f"{says}; {EXAMPLE}"
-
-    def test_a_size_off_the_rule_is_refused(self) -> None:
-        assert "mesh axis tp is 0" in message(MeshSpec.parse, "tp=0")
 
 
 class TestResolve:
@@ -146,11 +138,6 @@ class TestResolve:
                 "mesh dp=2,sp=1,tp=8 needs 16 devices, there are 8; try dp=2,sp=1,tp=4",
             ),
             (
-                "sp=16",
-                "mesh dp=1,sp=16,tp=1 needs 16 devices, there are 8; "
-                "try dp=1,sp=8,tp=1",
-            ),
-            (
                 "dp=4,sp=3",
                 "mesh dp=4,sp=3,tp=1 needs 12 devices, there are 8; try dp=4,sp=2,tp=1",
             ),
@@ -162,10 +149,6 @@ class TestResolve:
                 "dp=-1,sp=3",
                 "mesh dp=-1,sp=3,tp=1 needs a multiple of 3 devices, "
                 "there are 8; try dp=-1,sp=1,tp=1",
-            ),
-            (
-                "dp=2,tp=6",
-                "mesh dp=2,sp=1,tp=6 needs 12 devices, there are 8; try dp=2,sp=1,tp=2",
             ),
             (
                 "dp=3,tp=-1",
@@ -207,27 +190,8 @@ class TestBuildMesh:
         mesh = build_mesh(MeshSpec(dp=2, tp=3))
         assert list(mesh.devices.flat) == jax.devices()[:6]
 
-    def test_devices_can_be_given(self) -> None:
-        import jax
-
-        chosen = jax.devices()[6:3:-1]
-        mesh = build_mesh(MeshSpec(tp=2), chosen)
-        assert list(mesh.devices.flat) == chosen[:2]
-
     def test_minus_one_takes_the_devices_given(self) -> None:
         import jax
 
         assert dict(build_mesh(MeshSpec(dp=2, tp=-1)).shape)["tp"] == 4
         assert build_mesh(MeshSpec(tp=-1), jax.devices()[:3]).size == 3
-
-    def test_too_few_devices_are_refused(self) -> None:
-        assert message(build_mesh, MeshSpec(tp=16)) == (
-            "mesh dp=1,sp=1,tp=16 needs 16 devices, there are 8; try dp=1,sp=1,tp=8"
-        )
-
-
-def test_a_mesh_of_another_form_is_not_counted() -> None:
-    with pytest.raises(MeshError, match="mesh '2x4' is not understood; write"):
-        MeshSpec.parse("2x4")
-    with pytest.raises(MeshError, match="gives 1 of 3 sizes"):
-        MeshSpec.parse("8")

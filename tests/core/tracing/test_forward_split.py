@@ -165,37 +165,6 @@ def hunyuan() -> tuple[torch.nn.Module, dict[str, Any]]:
     return module, inputs
 
 
-def hunyuan_15() -> tuple[torch.nn.Module, dict[str, Any]]:
-    from diffusers import HunyuanVideo15Transformer3DModel
-
-    torch.manual_seed(0)
-    module = HunyuanVideo15Transformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=3,
-        num_refiner_layers=1,
-        mlp_ratio=2.0,
-        patch_size=1,
-        patch_size_t=1,
-        text_embed_dim=16,
-        text_embed_2_dim=8,
-        image_embed_dim=12,
-        rope_axes_dim=(4, 6, 6),
-    ).eval()
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 2, 4, 6),
-        "timestep": torch.tensor([500.0, 500.0]),
-        "encoder_hidden_states": torch.randn(2, 7, 16),
-        "encoder_attention_mask": torch.ones(2, 7),
-        "encoder_hidden_states_2": torch.randn(2, 5, 8),
-        "encoder_attention_mask_2": torch.ones(2, 5),
-        "image_embeds": torch.randn(2, 3, 12),
-    }
-    return module, inputs
-
-
 def cogvideox() -> tuple[torch.nn.Module, dict[str, Any]]:
     names = ("hidden_states", "encoder_hidden_states", "timestep")
     inputs = (torch.from_numpy(np.array(x)) for x in given())
@@ -206,8 +175,8 @@ def cogvideox() -> tuple[torch.nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
     ("make", "split"),
-    [(cogvideox, BLOCKS), (hunyuan, BOTH_LISTS), (hunyuan_15, BLOCKS)],
-    ids=["cogvideox", "hunyuanvideo", "hunyuanvideo-1.5"],
+    [(cogvideox, BLOCKS), (hunyuan, BOTH_LISTS)],
+    ids=["cogvideox", "hunyuanvideo"],
 )
 def test_upstream_transformers_split_as_declared(
     make: Callable[[], tuple[torch.nn.Module, dict[str, Any]]],
