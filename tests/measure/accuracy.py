@@ -42,6 +42,8 @@ def videos(one: Example) -> Iterator[tuple[str, float, str]]:
 
 def main(names: list[str]) -> None:
     """Print the table."""
+    import jax
+
     print(HEADER, flush=True)
     for name, one in all_examples().items():
         usual = name.startswith(FAMILIES) and "Modular" not in name
@@ -50,6 +52,7 @@ def main(names: list[str]) -> None:
         for found in (modules(one), videos(one)):
             for what, worst, own in found:
                 print(f"| {name} | {what} | {worst:.0e} | {own} |", flush=True)
+        jax.clear_caches()  # programs of all examples together take many GiB
 
 
 if __name__ == "__main__":

@@ -53,12 +53,26 @@ def test_a_file_where_a_folder_should_be_is_named(
     assert "--cache-dir names another folder" in str(caught.value)
 
 
-def test_a_full_disk_is_one_line_with_the_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SafetensorError, Exception])
+def test_a_full_disk_is_one_line_with_the_folder(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
+    """The error is of safetensors, or of tokenizers."""
+
     def full(folder: Path) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise kind("I/O error: No space left on device (os error 28)")
 
     with pytest.raises(WeightsError) as caught:
         made_once(tmp_path / "demo/toy", full, "", lambda text: None)
     assert str(tmp_path / "demo/toy") in str(caught.value)
     assert "no room is left on the disk" in str(caught.value)
     assert list((tmp_path / "demo").iterdir()) == []
+
+
+def test_another_error_is_handed_on(tmp_path: Path) -> None:
+    def wrong(folder: Path) -> None:
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        made_once(tmp_path / "toy", wrong, "", lambda text: None)
+    assert list(tmp_path.iterdir()) == []

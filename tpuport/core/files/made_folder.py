@@ -56,8 +56,6 @@ def _intact(folder: Path) -> bool:
 
 
 def _make(make: Callable[[Path], None], folder: Path) -> None:
-    from safetensors import SafetensorError
-
     temporary = folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +72,10 @@ def _make(make: Callable[[Path], None], folder: Path) -> None:
             # Another process may have put the same folder there meanwhile.
             if not _intact(folder):
                 raise
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        # safetensors and tokenizers write by themselves, with errors of their own.
+        if not isinstance(error, OSError) and "(os error " not in str(error):
+            raise
         raise WeightsError(
             f"{cannot_write(folder, error)}; --cache-dir names another folder"
         ) from error
