@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,13 @@ def sized(settings: Settings, folder: PipelineFolder, reporter: Reporter) -> Set
     )
     own = replace(settings, height=high, width=wide)
     return replace(own, resolution=None, aspect_ratio=None)
+
+
+def class_of_size(sides: Mapping[str, Any]) -> str | None:
+    """The class of a height and a width; ``None`` if these are not given."""
+    if not {"height", "width"} <= sides.keys():
+        return None
+    return f"{round(math.sqrt(sides['height'] * sides['width'] / NAMED))}p"
 
 
 def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:

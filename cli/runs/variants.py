@@ -13,6 +13,7 @@ from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import import_libraries
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.size_class import class_of_size
 from tpuport.cli.shown.output import say
 from tpuport.core.files.made_folder import made_once
 from tpuport.core.reports import Reporter
@@ -141,6 +142,8 @@ def _with_defaults(
     known = {field.name for field in fields(settings)}
     given: dict[str, Any] = {}
     options = dict(settings.options)
+    if settings.aspect_ratio is not None and settings.resolution is None:
+        settings = replace(settings, resolution=class_of_size(published.defaults))
     by_class = settings.resolution is not None or settings.aspect_ratio is not None
     for name, value in published.defaults.items():
         if by_class and name in ("height", "width"):

@@ -98,3 +98,9 @@ def test_the_video_has_the_size(cli: Cli, folder: Path) -> None:
     good(cli(*asked, *flags, "--out", "a.gif"))
     # Of 1024 pixels: sides of 24 and 43, in tokens of 16.
     assert read_back("a.gif")[:3] == (5, 48, 32)
+
+
+def test_a_size_has_a_class() -> None:
+    """A variant's own size says how many pixels a shape by itself has."""
+    assert size_class.class_of_size({"height": 720, "width": 1280}) == "720p"
+    assert size_class.class_of_size({"height": 480}) is None
