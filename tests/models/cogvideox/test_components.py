@@ -171,8 +171,8 @@ def test_vae_encode_is_upstreams() -> None:
 
 
 def test_a_module_of_no_component_class_is_refused() -> None:
-    with pytest.raises(tpuport.TpuportError, match="no component of class Linear"):
-        tpuport.port(torch.nn.Linear(2, 2), "cogvideox")
+    with pytest.raises(tpuport.TpuportError, match="no module of class Linear"):
+        tpuport.port(torch.nn.Linear(2, 2), model="cogvideox")
 
 
 def test_the_callers_module_is_left_as_it_was() -> None:
