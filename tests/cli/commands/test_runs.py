@@ -87,7 +87,10 @@ def test_an_altered_wish_is_named_by_its_field(
     assert not run.resumable  # nor does the list say so
 
 
-def test_runs_are_listed_with_what_is_kept(cli: Cli, kept: Path) -> None:
+def test_runs_are_listed_with_what_is_kept(
+    cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # a run that is minutes old has a longer row
     assert cli("runs", "--cache-dir", kept / "none").out == "no run is kept\n"
     listed = {
         r["id"]: r for r in cli("runs", "--cache-dir", kept, "--json").json["runs"]

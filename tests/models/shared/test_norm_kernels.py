@@ -5,6 +5,7 @@ The kernels run in interpret mode; attention and all else run as on the CPU.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,7 @@ import torch
 import tpuport
 from tests.models.cogvideox.test_components import transformer_inputs
 from tests.models.conftest import make_transformer
-from tests.models.hunyuanvideo.blocks import test_transformer as form_15
-from tests.models.hunyuanvideo.blocks import test_transformer_13b as form_13b
+from tests.models.hunyuanvideo import transformers as hunyuanvideo
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import token_norms
@@ -26,6 +26,12 @@ from tpuport.core.layers.joint_sequence import JointSequence
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 32}
 ROTARY = {**HEADS, "rope_axes_dim": (8, 12, 12)}
 Case = tuple[torch.nn.Module, dict[str, torch.Tensor]]
+
+
+def _hunyuanvideo(kind: str) -> Case:
+    return hunyuanvideo.make(kind, **ROTARY), hunyuanvideo.inputs(kind)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "cogvideox": lambda: (
         make_transformer("1.5-5b", **HEADS),
@@ -36,16 +42,11 @@ CASES: dict[str, Callable[[], Case]] = {
         make_transformer("2b", **HEADS),
         transformer_inputs("2b", 2),
     ),
-    "1.5": lambda: (
-        form_15.make(num_layers=2, **ROTARY),
-        form_15.inputs_of(2, "i2v"),
-    ),
-    "13b": lambda: (form_13b.make(**ROTARY), form_13b.inputs_of(2)),
-    # Tokens of the first frame have a modulation of their own.
-    "13b from an image": lambda: (
-        form_13b.make("i2v token replace", **ROTARY),
-        form_13b.inputs_of(2, "i2v token replace"),
-    ),
+    **{
+        kind: functools.partial(_hunyuanvideo, kind)
+        # In the last one tokens of the first frame have a modulation of their own.
+        for kind in ("1.5 i2v", "13b t2v", "13b token replace")
+    },
 }
 
 
@@ -77,8 +78,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 KEPT = (
     ("cogvideox", (2, 3, 1)),
     ("cogvideox 2b", (1, 2, 2)),
-    ("1.5", (1, 2, 2)),
-    ("13b from an image", (2, 3, 1)),
+    ("1.5 i2v", (1, 2, 2)),
+    ("13b token replace", (2, 3, 1)),
 )
 
 
@@ -99,8 +100,7 @@ def test_blocks_are_upstreams(
     form: str, mesh: tuple[int, int, int], kernels: Counter[str]
 ) -> None:
     module, inputs = CASES[form]()
-    model = "cogvideox" if form.startswith("cogvideox") else "hunyuanvideo"
-    program = tpuport.port(module, model=model, mesh=mesh)
+    program = tpuport.port(module, mesh=mesh)
     error = (program(**inputs).sample - module(**inputs).sample).abs().max()
     assert float(error) <= TOLERANCES["component float32"]
     # Under one scan a block is traced once: both norms, queries and keys.

@@ -62,17 +62,18 @@ def test_a_step_compiles_from_the_projects_kernels(case: str, tmp_path: Path) ->
     found = json.loads(done.stdout)
     assert found["blocks"] == "native"
     assert ",".join(f"{k}={v}" for k, v in found["mesh"].items() if k != "tp") == mesh
-    (transformer,) = (
-        program
+    attention = [
+        record
         for stage in found["stages"].values()
         for program in stage["programs"]
         if program["component"] == "transformer"
-    )
-    used = {record["implementation"] for record in transformer["attention"]}
-    assert used == {"splash"}, transformer["attention"]
-    # Tokens are exchanged for heads: no sum over devices, nothing sent along a ring.
+        for record in program["attention"]
+    ]
+    assert {record["implementation"] for record in attention} == {"splash"}, attention
+    # Tokens are exchanged for heads; nothing is sent along a ring.
     kinds = {use["kind"] for use in found["collectives"] if use["axis"] == "sp"}
-    assert kinds <= {"all-to-all", "all-gather"}, found["collectives"]
+    assert "all-to-all" in kinds
+    assert "collective-permute" not in kinds, found["collectives"]
     names = {kernel["name"] for kernel in found["kernels"]}
     assert {"tpuport_norm_tokens", "tpuport_norm_heads"} <= names
     assert found["seconds_per_step"] > 0
