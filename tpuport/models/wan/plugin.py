@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tpuport.plugin import Layout, ModelPlugin, Module, Published, hookimpl
 
@@ -36,25 +34,19 @@ VARIANTS = {
         ("2.2-TI2V-5B", "", "text to video, image to video", _5B),
     )
 }
-
-
-def suits(pipeline: str, config: Mapping[str, Any]) -> bool:
-    """Whether a transformer has the channels that the pipeline gives it."""
-    known = {"WanImageToVideoPipeline": (36, 48), "WanVideoToVideoPipeline": (16,)}
-    return config.get("in_channels", 16) in known.get(pipeline, (16, 48))
-
+#: Channels that each class gives its transformer; 48 are those of 2.2 5B.
+CHANNELS = {"": (16, 48), "ImageToVideo": (36, 48), "VideoToVideo": (16,)}
 
 PLUGIN = ModelPlugin(
     name="wan",
     title="Wan 2.1 and 2.2, text, image and video to video",
-    claims=(
-        "diffusers:WanPipeline",
-        "diffusers:WanImageToVideoPipeline",
-        "diffusers:WanVideoToVideoPipeline",
-    ),
+    claims=tuple(f"diffusers:Wan{kind}Pipeline" for kind in CHANNELS),
     modules={"transformer": TRANSFORMER, "transformer_2": TRANSFORMER},
     variants=VARIANTS,
-    suits=suits,
+    suits=lambda pipeline, config: (
+        config.get("in_channels", 16)
+        in CHANNELS[pipeline[len("Wan") : -len("Pipeline")]]
+    ),
 )
 
 
