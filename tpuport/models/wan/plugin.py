@@ -43,9 +43,8 @@ PLUGIN = ModelPlugin(
     claims=tuple(f"diffusers:Wan{kind}Pipeline" for kind in CHANNELS),
     modules={"transformer": TRANSFORMER, "transformer_2": TRANSFORMER},
     variants=VARIANTS,
-    suits=lambda pipeline, config: (
-        config.get("in_channels", 16)
-        in CHANNELS[pipeline[len("Wan") : -len("Pipeline")]]
+    suits=lambda name, config: (
+        config.get("in_channels", 16) in CHANNELS[name[3 : -len("Pipeline")]]
     ),
 )
 
