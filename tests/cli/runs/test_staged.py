@@ -148,7 +148,7 @@ def test_upstreams_own_code_runs_in_stages_too(cli: Cli, folder: Path) -> None:
 
 
 #: Many steps, so that a signal comes between two of them.
-LONG = (*ASKED[:6], "--steps", "600", *ASKED[8:], "--checkpoint-every", "1")
+LONG = (*ASKED[:6], "--steps", "900", *ASKED[8:], "--checkpoint-every", "1")
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,23 @@ def test_a_run_that_was_ended_goes_on(
     signum: signal.Signals,
     code: int,
     resumes: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By `resume`, or by the same command. It starts a process: more than 10 s."""
+    """By `resume`, or by the same command. It starts a process: more than 10 s.
+
+    The cache has the programs of all tests, and the runs of this one alone.
+    """
+    own = tmp_path / "own"
+    own.mkdir()
+    (cache / "compiled").mkdir(exist_ok=True)
+    (own / "compiled").symlink_to(cache / "compiled")
+    monkeypatch.setenv("TPUPORT_CACHE_DIR", str(own))
     asked = ("generate", "--weights", str(folder), *LONG, "--out")
     good(cli(*asked, "one.gif"))
     place = tmp_path / "place"
     place.mkdir()
     killed = kill(
-        (*asked, "fox.gif"), place, signum, cache=cache, line="^denoise", after=0.5
+        (*asked, "fox.gif"), place, signum, cache=own, line="^denoise", after=0.5
     )
     assert (killed.code, killed.sent) == (code, True), killed.err
     (run,) = cli("runs", "--json").json["runs"]
