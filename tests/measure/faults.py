@@ -90,7 +90,9 @@ class Worker:
         try:
             return asked.result(patience)
         except BrokenProcessPool:
-            process.join()
+            # The pool's own thread waits for the process: a second wait beside
+            # that one may find no process, and so no code.
+            self._pool.shutdown()
             said = f"the process died with code {process.exitcode}"
         except TimeoutError:
             process.kill()
