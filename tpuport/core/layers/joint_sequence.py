@@ -252,11 +252,15 @@ def from_heads(
         [B, L, E]: float32, or the dtype of ``x`` if partial products of several devices
         are summed.
     """
-    heads = x.shape[1]
-    split = weight.reshape(weight.shape[0], heads, -1)
-    equation = "bhdl,ehd->ble" if sequence.feature_major else "bhld,ehd->ble"
+    batch, heads = x.shape[:2]
     kept = x.dtype if sequence.sums_partial_products else jnp.float32
-    out = jnp.einsum(equation, x, split, preferred_element_type=kept)
+    if sequence.feature_major:
+        split = weight.reshape(weight.shape[0], heads, -1)
+        out = jnp.einsum("bhdl,ehd->ble", x, split, preferred_element_type=kept)
+    else:
+        # XLA's CPU compiler is slow at a product over two dims that lie apart.
+        joined = x.swapaxes(1, 2).reshape(batch, x.shape[2], -1)
+        out = jnp.einsum("blx,ex->ble", joined, weight, preferred_element_type=kept)
     if bias is None:
         return out
     return out.astype(jnp.float32) + bias.astype(jnp.float32)
