@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,14 +51,14 @@ def kill(
     signum: signal.Signals,
     *,
     cache: Path | None = None,
-    line: str = "",
+    ready: Callable[[str], bool] = lambda said: True,
     after: float = 0.0,
 ) -> Killed:
     """``tpuport ARGS`` in ``folder``, sent a signal.
 
     Args:
         cache: the cache folder; without it there is one in ``folder``.
-        line: wait until this pattern is at the beginning of a line.
+        ready: whether the signal may be sent, from what the process said until then.
         after: seconds to wait from then on.
 
     Raises:
@@ -76,8 +75,8 @@ def kill(
             stderr=err,
         )
     until = time.monotonic() + PATIENCE
-    while line and process.poll() is None and time.monotonic() < until:
-        if re.search(line, said.read_text(), re.MULTILINE):
+    while not ready(said.read_text()):
+        if process.poll() is not None or time.monotonic() > until:
             break
         time.sleep(0.01)
     time.sleep(after)
