@@ -73,7 +73,6 @@ def test_the_commands_run_in_order(tmp_path: Path) -> None:
             ["-m", *shlex.split(command)],
             environment=environment,
             folder=tmp_path,
-            timeout=300,
         )
         assert done.returncode == 0, (command, done.stderr)
     made = {p.name for p in tmp_path.iterdir()}
