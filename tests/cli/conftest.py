@@ -30,15 +30,15 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that all commands of a test process share."""
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def cache(_shared: Path) -> Path:
-    """A cache folder with the programs of this test process, and no runs."""
-    shutil.rmtree(_shared / "runs", ignore_errors=True)
-    return _shared
+@pytest.fixture(autouse=True)
+def _no_runs(cache: Path) -> None:
+    """A test begins without the runs that others kept."""
+    shutil.rmtree(cache / "runs", ignore_errors=True)
 
 
 @pytest.fixture

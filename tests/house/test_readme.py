@@ -38,7 +38,7 @@ def make(*args: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
 

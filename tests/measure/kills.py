@@ -24,8 +24,8 @@ from tests.measure.places import (
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
-#: Seconds that a process may take to end once it was asked to.
-PATIENCE = 120
+#: Seconds that a process may take until a signal may be sent, and to end after that.
+READY, PATIENCE = 600, 120
 #: A process that ends well so many seconds after a signal had nothing left to do.
 AT_ITS_END = 0.2
 
@@ -74,7 +74,7 @@ def kill(
             stdout=subprocess.DEVNULL,
             stderr=err,
         )
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + READY
     while not ready(said.read_text()):
         if process.poll() is not None or time.monotonic() > until:
             break

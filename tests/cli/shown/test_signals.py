@@ -37,7 +37,7 @@ def ended(body: str) -> tuple[int, str, str]:
         [sys.executable, "-c", PROGRAM.format(body=body)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
