@@ -13,6 +13,14 @@ import pytest
 from tpuport.cli import main
 from tpuport.cli.shown import signals
 
+#: Signals as in a shell's foreground; tests may run where some are ignored.
+HEARD = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
+
 #: A program that sends itself a signal. Its second line is its work.
 PROGRAM = """
 import os, signal, sys, time
@@ -34,7 +42,7 @@ def ended(body: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the program with this work."""
     body = body.strip().replace("\n", "\n    ")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(body=body)],
+        [sys.executable, "-c", HEARD + PROGRAM.format(body=body)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -231,7 +239,7 @@ main()
 @pytest.mark.parametrize("started", ["", "thread"])
 def test_ctrl_c_before_the_first_command_is_imported(started: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EARLY.format(started=started)],
+        [sys.executable, "-c", HEARD + EARLY.format(started=started)],
         capture_output=True,
         text=True,
     )
@@ -277,6 +285,8 @@ def test_many_programs_in_a_process_leave_nothing(handlers: list[object]) -> Non
         assert signal.getsignal(signal.SIGINT) is not handlers[0]
         return 3
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handlers = [signal.default_int_handler, handlers[1]]
     before = threading.active_count()
     for _ in range(40):
         assert signals.as_program(run) == 3
