@@ -72,6 +72,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(LONGEST)))
 
 
+def _seed() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+def pytest_collectstart() -> None:
+    """What a file draws at its import is the same whatever was imported before."""
+    _seed()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """A test draws the same numbers whatever ran before in its process."""
+    _seed()
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Makes a folder for all test processes of a run: the first one to ask does."""

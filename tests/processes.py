@@ -39,6 +39,9 @@ IMPORTED = [
     "tpuport.models.hunyuanvideo.plugin",
 ]
 
+#: Seconds that a process may take, on a busy machine too.
+LONGEST = 1800
+
 #: Variables that the libraries read when they are imported start with these.
 READ_AT_IMPORT = ("JAX_", "PYTHON", "TORCH", "HF_", "OMP_", "DIFFUSERS_")
 
@@ -74,7 +77,6 @@ def run_python(
     *,
     environment: Mapping[str, str],
     folder: Path | None = None,
-    timeout: float = 600,
 ) -> Done:
     """``python -c program ...`` or ``python -m module ...`` in a process of its own.
 
@@ -83,11 +85,10 @@ def run_python(
         environment: the whole environment. Variables that the libraries read when
             they are imported are those of this process.
         folder: its current folder; ``None`` for this process's.
-        timeout: seconds it may take.
 
     Raises:
         ValueError: a variable of ``READ_AT_IMPORT`` differs from this process's.
-        TimeoutError: it took longer.
+        TimeoutError: it took longer than ``LONGEST``.
     """
     for name in {*environment, *os.environ}:
         differs = environment.get(name) != os.environ.get(name)
@@ -96,11 +97,11 @@ def run_python(
     with tempfile.TemporaryDirectory() as printed:
         out, err = Path(printed, "stdout"), Path(printed, "stderr")
         process = start_python(args, environment, folder or Path.cwd(), out, err)
-        process.join(timeout)
+        process.join(LONGEST)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise TimeoutError(f"over {timeout} s: {args[1][:80]}; {err.read_text()}")
+            raise TimeoutError(f"over {LONGEST} s: {args[1][:80]}; {err.read_text()}")
         return Done(
             returncode=process.exitcode, stdout=out.read_text(), stderr=err.read_text()
         )
@@ -168,9 +169,7 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def run_program(
-    program: str, *args: str, timeout: float = 600, **variables: str
-) -> list[str]:
+def run_program(program: str, *args: str, **variables: str) -> list[str]:
     """The lines that a program prints, with the tests' modules on its path.
 
     ``variables`` are of the environment, and win over ``ENVIRONMENT``.
@@ -179,16 +178,13 @@ def run_program(
     done = run_python(
         ["-c", program, *args],
         environment=os.environ | ENVIRONMENT | {"PYTHONPATH": path} | variables,
-        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 
 
-def run_json(
-    program: str, *args: str, timeout: float = 600, **variables: str
-) -> dict[str, Any]:
+def run_json(program: str, *args: str, **variables: str) -> dict[str, Any]:
     """The document in the last line that a program prints."""
-    lines = run_program(program, *args, timeout=timeout, **variables)
+    lines = run_program(program, *args, **variables)
     found: dict[str, Any] = json.loads(lines[-1])
     return found

@@ -35,6 +35,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(autouse=True)
+def _no_runs(cache: Path) -> None:
+    """A test begins without the runs that others kept."""
+    shutil.rmtree(cache / "runs", ignore_errors=True)
+
+
 @pytest.fixture
 def cli(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """``tpuport`` in an empty current folder, with the shared cache folder."""

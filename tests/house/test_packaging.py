@@ -21,7 +21,7 @@ def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 from diffusers.pipelines import ltx2
 
-from tests.pipelines.tokenizers import gemma_tokenizer, t5_tokenizer
+from tests.pipelines.parts import gemma_tokenizer, t5_tokenizer
 
 
 def mochi() -> Any:

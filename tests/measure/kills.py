@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +24,8 @@ from tests.measure.places import (
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
-#: Seconds that a process may take to end once it was asked to.
-PATIENCE = 120
+#: Seconds that a process may take until a signal may be sent, and to end after that.
+READY, PATIENCE = 600, 120
 #: A process that ends well so many seconds after a signal had nothing left to do.
 AT_ITS_END = 0.2
 
@@ -52,14 +51,14 @@ def kill(
     signum: signal.Signals,
     *,
     cache: Path | None = None,
-    line: str = "",
+    ready: Callable[[str], bool] = lambda said: True,
     after: float = 0.0,
 ) -> Killed:
     """``tpuport ARGS`` in ``folder``, sent a signal.
 
     Args:
         cache: the cache folder; without it there is one in ``folder``.
-        line: wait until this pattern is at the beginning of a line.
+        ready: whether the signal may be sent, from what the process said until then.
         after: seconds to wait from then on.
 
     Raises:
@@ -75,9 +74,9 @@ def kill(
             stdout=subprocess.DEVNULL,
             stderr=err,
         )
-    until = time.monotonic() + PATIENCE
-    while line and process.poll() is None and time.monotonic() < until:
-        if re.search(line, said.read_text(), re.MULTILINE):
+    until = time.monotonic() + READY
+    while not ready(said.read_text()):
+        if process.poll() is not None or time.monotonic() > until:
             break
         time.sleep(0.01)
     time.sleep(after)

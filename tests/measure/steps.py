@@ -1,13 +1,13 @@
-"""What each change is worth, how time and memory scale, and plans beside published
-steps of hand-written ports: the tables of docs/performance.md and docs/log.
+"""How time and memory scale, and plans beside published steps of hand-written ports:
+the tables of docs/performance.md.
 
-``python -m tests.measure.steps TABLE FOLDER [WORD ...]`` (``changes``, ``chips``,
-``flags``, ``slices``, ``published``, ``decodes``) runs ``tpuport plan`` once for each
-row that has no ``NAME.json`` in FOLDER yet (half a minute to some minutes each on two
-cores), keeps the document there, and prints the table and, below it, the command of
-each row. With words only rows whose command, or what they are called in the table, has
-all of them. What was kept from another source of tpuport is told. Nothing here is
-measured on a chip, and no published figure was measured by this project.
+``python -m tests.measure.steps TABLE FOLDER [WORD ...]`` (``flags``, ``slices``,
+``published``, ``decodes``) runs ``tpuport plan`` once for each row that has no
+``NAME.json`` in FOLDER yet (half a minute to some minutes each on two cores), keeps the
+document there, and prints the table and, below it, the command of each row. With words
+only rows whose command, or what they are called in the table, has all of them. What was
+kept from another source of tpuport is told. Nothing here is measured on a chip, and no
+published figure was measured by this project.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ PLAIN_FLAGS = (
 )
 UPSTREAM = "--blocks upstream"
 DECODE = "--stage decode --vae-tiling off"
-# Devices of a slice of eight, as its name counts them.
-DEVICES = {"v6e-8": 8, "v5p-8": 4, "v7x-8": 8}
+# Devices of a slice of eight cores of v5p.
+DEVICES = {"v5p-8": 4}
 
 
 class Published(NamedTuple):
@@ -124,44 +124,9 @@ def source_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def heads_over(devices: int) -> str:
-    """Guidance over two parts, heads over the others."""
-    return f"--mesh dp=2,tp={devices // 2}"
-
-
 def tokens_over(devices: int) -> str:
     """Guidance over two parts, tokens over the others."""
     return f"--mesh dp=2,sp={devices // 2}" if devices > 1 else "--mesh dp=1"
-
-
-def changes() -> list[Row]:
-    """One change after the other, on eight chips or cores of three generations."""
-    plain = {"LIBTPU_INIT_ARGS": PLAIN_FLAGS}
-    return [
-        Row(title, model, topology, args, environment)
-        for topology, devices in DEVICES.items()
-        for model in MODELS
-        for title, args, environment in (
-            ("upstream's blocks", f"{UPSTREAM} {heads_over(devices)}", plain),
-            ("native blocks, heads over tp", heads_over(devices), plain),
-            ("tokens over sp", tokens_over(devices), plain),
-            ("compiler flags", tokens_over(devices), {}),
-        )
-    ]
-
-
-def chips() -> list[Row]:
-    """Upstream's blocks and native ones, on eight devices or cores of other chips."""
-    return [
-        Row(title, model, topology, args)
-        for model in MODELS
-        for topology, devices in DEVICES.items()
-        for title, args in (
-            ("upstream's", f"{UPSTREAM} {heads_over(devices)}"),
-            ("native", tokens_over(devices)),
-        )
-        if topology != "v6e-8"
-    ]
 
 
 def flags() -> list[Row]:
@@ -208,7 +173,7 @@ def published() -> list[Row]:
             "dp=2,tp=4, exp2 kernel 3328/2816/256",
             "cogvideox",
             "v6e-8",
-            f"{UPSTREAM} {heads_over(8)}",
+            f"{UPSTREAM} --mesh dp=2,tp=4",
             plain,
             Published(2.08, 2066, 3328, 2816),
         ),
@@ -236,8 +201,6 @@ def decodes() -> list[Row]:
 
 
 TABLES = {
-    "changes": changes,
-    "chips": chips,
     "flags": flags,
     "slices": slices,
     "published": published,

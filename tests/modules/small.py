@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -22,245 +23,20 @@ from torch.utils import _pytree as pytree
 
 import tests.conftest  # noqa: F401  (the devices, before jax is imported)
 import tpuport
-from tests.pipelines.example import Example, all_examples, made, prepared, run, seeded
+from tests.pipelines.example import (
+    Example,
+    all_examples,
+    built,
+    made,
+    prepared,
+    read,
+    run,
+)
 from tpuport.core.seam.blocks import alike_blocks, named_in
 from tpuport.errors import TpuportError
 
-Config = tuple[dict[str, Any], dict[str, Any]]
-"""The keywords of a class, and of its forward."""
-
 KINDS = ("transformers", "autoencoders")
-ROPE: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2}
-TOKENS = {"hidden_states": seeded(1, 1, 12, 8), "timestep": torch.tensor([0.7])}
-PIXELS = {"sample": seeded(1, 1, 3, 16, 16)}
-SOUND = {"sample": seeded(1, 1, 2, 32)}
-
-
-def ids(*shape: int) -> torch.Tensor:
-    """Positions: the numbers from 0 on, along all dims."""
-    return torch.arange(torch.Size(shape).numel()).reshape(shape)
-
-
-CONFIGS: dict[str, Callable[[], Config]] = {
-    "AceStepTransformer1DModel": lambda: (
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "in_channels": 24,
-            "audio_acoustic_hidden_dim": 8,
-            "sliding_window": 2,
-        },
-        {
-            **TOKENS,
-            "timestep_r": torch.tensor([0.3]),
-            "encoder_hidden_states": seeded(2, 1, 5, 16),
-            "context_latents": seeded(3, 1, 12, 16),
-        },
-    ),
-    "BriaFibo2Transformer2DModel": lambda: (
-        {
-            "in_channels": 2,
-            "dim": 32,
-            "n_layers": 13,
-            "n_heads": 2,
-            "cap_feat_dim": 8,
-            "injection_layer_ids": (1, 3, 5, 7, 9, 11),
-            "min_num_gist_tokens": 4,
-            "max_num_gist_tokens": 8,
-            "gist_step": 4,
-            "gist_min_text_len": 4,
-            "gist_max_text_len": 8,
-            "axes_dims": (8, 4, 4),
-            "axes_lens": (16, 16, 16),
-        },
-        {
-            "hidden_states": seeded(1, 1, 2, 8, 8),
-            "timestep": torch.tensor([0.7]),
-            "encoder_hidden_states": seeded(2, 1, 7, 5, 8),
-        },
-    ),
-    "HiDreamImageTransformer2DModel": lambda: (
-        {
-            **ROPE,
-            "patch_size": 2,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
-            "num_single_layers": 2,
-            "caption_channels": [8, 6],
-            "text_emb_dim": 8,
-            "num_routed_experts": 3,
-            "num_activated_experts": 2,
-            "axes_dims_rope": (8, 4, 4),
-            "max_resolution": (16, 16),
-            "llama_layers": (0, 0, 1, 1),
-            "force_inference_output": True,
-        },
-        {
-            "hidden_states": seeded(1, 1, 4, 16, 16),
-            "timesteps": torch.tensor([700]),
-            "encoder_hidden_states_t5": seeded(2, 1, 5, 8),
-            "encoder_hidden_states_llama3": seeded(3, 2, 1, 5, 6),
-            "pooled_embeds": seeded(4, 1, 8),
-        },
-    ),
-    "OmniGenTransformer2DModel": lambda: (
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "num_layers": 3,
-            "pad_token_id": 0,
-            "vocab_size": 40,
-            "time_step_dim": 8,
-            "rope_scaling": {"long_factor": [1, 1, 2, 2], "short_factor": [1, 1, 1, 1]},
-        },
-        {
-            "hidden_states": seeded(1, 1, 4, 4, 4),
-            "timestep": torch.tensor([0.7]),
-            "input_ids": ids(1, 9),
-            "input_img_latents": [seeded(2, 1, 4, 4, 4)],
-            "input_image_sizes": {0: [[2, 6]]},
-            "attention_mask": torch.ones(1, 14, 14),
-            "position_ids": ids(1, 14),
-        },
-    ),
-    "QwenImageTransformer2DModel": lambda: (
-        {
-            **ROPE,
-            "in_channels": 8,
-            "out_channels": 2,
-            "num_layers": 2,
-            "joint_attention_dim": 8,
-            "axes_dims_rope": (8, 4, 4),
-        },
-        {
-            **TOKENS,
-            "encoder_hidden_states": seeded(2, 1, 5, 8),
-            "encoder_hidden_states_mask": torch.tensor([[1, 1, 1, 0, 0]]),
-            "img_shapes": [(1, 3, 4)],
-        },
-    ),
-    "StableAudio3DiTModel": lambda: (
-        {
-            "io_channels": 8,
-            "embed_dim": 16,
-            "depth": 3,
-            "num_heads": 2,
-            "cond_token_dim": 8,
-            "global_cond_dim": 6,
-            "local_add_cond_dim": 5,
-            "timestep_features_dim": 16,
-            "ff_mult": 2,
-            "num_memory_tokens": 3,
-        },
-        {
-            "hidden_states": seeded(1, 1, 8, 12),
-            "timestep": torch.tensor([0.7]),
-            "encoder_hidden_states": seeded(2, 1, 5, 8),
-            "global_hidden_states": seeded(3, 1, 6),
-        },
-    ),
-    "ZImageTransformer2DModel": lambda: (
-        {
-            "in_channels": 4,
-            "dim": 32,
-            "n_layers": 3,
-            "n_refiner_layers": 2,
-            "n_heads": 2,
-            "n_kv_heads": 2,
-            "cap_feat_dim": 8,
-            "axes_dims": [8, 4, 4],
-            "axes_lens": [64, 16, 16],
-        },
-        {
-            "x": [seeded(1, 4, 1, 8, 8)],
-            "t": torch.tensor([0.7]),
-            "cap_feats": [seeded(2, 5, 8)],
-        },
-    ),
-    "AutoencoderDC": lambda: (
-        {
-            "latent_channels": 4,
-            "attention_head_dim": 2,
-            "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
-            "decoder_block_types": ("ResBlock", "EfficientViTBlock"),
-            "encoder_block_out_channels": (8, 8),
-            "decoder_block_out_channels": (8, 8),
-            "encoder_qkv_multiscales": ((), (5,)),
-            "decoder_qkv_multiscales": ((), (5,)),
-            "encoder_layers_per_block": (1, 1),
-            "decoder_layers_per_block": (1, 1),
-            "upsample_block_type": "interpolate",
-        },
-        PIXELS,
-    ),
-    "AutoencoderKLMiniMaxH3Audio": lambda: (
-        {
-            "encoder_dim": 4,
-            "encoder_rates": (2, 2),
-            "latent_dim": 16,
-            "latent_channels": 4,
-            "num_attention_heads": 2,
-            "decoder_dim": 8,
-            "decoder_rates": (2, 2),
-            "decoder_kernel_sizes": (4, 4),
-            "resblock_kernel_sizes": (3,),
-            "resblock_dilation_sizes": ((1, 3),),
-            "latents_mean": [0.0] * 4,
-            "latents_std": [1.0] * 4,
-        },
-        {"sample": seeded(1, 1, 1, 32)},
-    ),
-    "AutoencoderOobleck": lambda: (
-        {
-            "encoder_hidden_size": 6,
-            "decoder_channels": 6,
-            "decoder_input_channels": 3,
-            "downsampling_ratios": [2, 4],
-            "channel_multiples": [1, 2],
-        },
-        SOUND,
-    ),
-    "AutoencoderTiny": lambda: (
-        {
-            "encoder_block_out_channels": (8, 8),
-            "decoder_block_out_channels": (8, 8),
-            "num_encoder_blocks": (1, 1),
-            "num_decoder_blocks": (1, 1),
-        },
-        PIXELS,
-    ),
-    "Cosmos3AVAEAudioTokenizer": lambda: (
-        {
-            "sampling_rate": 16,
-            "hop_size": 4,
-            "input_channels": 1,
-            "enc_dim": 4,
-            "enc_num_blocks": 1,
-            "enc_n_fft": 8,
-            "enc_hop_length": 2,
-            "enc_latent_dim": 8,
-            "enc_c_mults": (1,),
-            "enc_strides": (2,),
-            "vocoder_input_dim": 4,
-            "dec_dim": 4,
-            "dec_c_mults": (1, 2),
-            "dec_strides": (2, 2),
-            "dec_out_channels": 2,
-        },
-        SOUND,
-    ),
-    "VQModel": lambda: (
-        {"block_out_channels": (8,), "norm_num_groups": 4, "latent_channels": 2},
-        PIXELS,
-    ),
-}
+CONFIGS: dict[str, Any] = read(Path(__file__).with_name("modules.yaml"))["modules"]
 """By class; a class that an example holds needs none."""
 
 
@@ -350,9 +126,9 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def configured(name: str) -> list[Call]:
     """The forward of a class in ``CONFIGS``; of an autoencoder its halves too."""
-    config, inputs = CONFIGS[name]()
+    inputs = built(CONFIGS[name]["inputs"])
     torch.manual_seed(0)
-    module = prepared(getattr(diffusers, name)(**config))
+    module = prepared(getattr(diffusers, name)(**built(CONFIGS[name]["config"])))
     calls = [Call(module=module, method="forward", kwargs=inputs)]
     if hasattr(module, "decode"):
         (sample,) = inputs.values()

@@ -17,7 +17,8 @@ import torch
 
 import tpuport
 from tests.modules.small import Call
-from tests.pipelines.example import prepared, seeded
+from tests.pipelines.example import prepared
+from tests.pipelines.parts import seeded
 
 #: As diffusers' own tests have them: the keywords of the class, and the video's shape.
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

@@ -1,41 +1,31 @@
 """Small pipelines of diffusers with random weights, one for each class that we know.
 
-A family's file makes them with ``@example(...)``. Weights, prompts and noise follow
-from fixed seeds, so upstream's pipeline and a ported one see equal numbers.
+``examples.yaml`` describes them. Weights, prompts and noise follow from fixed seeds, so
+upstream's pipeline and a ported one see equal numbers.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import numpy as np
 import torch
+import transformers
+import yaml
+from diffusers.pipelines import ltx2
 from torch.nn.attention import flex_attention
+
+from tests.pipelines import parts
 
 Made = tuple[Any, dict[str, Any]]
 """A pipeline, and the keywords of its call, a generator left out."""
-
-FAMILIES = (
-    "animatediff",
-    "cogvideox",
-    "cosmos",
-    "hunyuan",
-    "kandinsky",
-    "ltx",
-    "modular.pictures",
-    "modular.videos",
-    "others",
-    "sana",
-    "wan",
-)
-"""The files of this folder that hold examples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,29 +47,105 @@ class Example:
     gate: bool = False
 
 
-EXAMPLES: dict[str, Example] = {}
+class _Named(NamedTuple):
+    """A class or function, and what it is given."""
+
+    name: str
+    given: Any
 
 
-def example(
-    name: str, *, kind: str = "", refused: str = "", gate: bool = False
-) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
-    """Register a function that makes a pipeline of the class ``name``."""
-
-    def register(make: Callable[[], Made]) -> Callable[[], Made]:
-        assert name not in EXAMPLES, name
-        EXAMPLES[name] = Example(
-            name=name, make=make, kind=kind, refused=refused, gate=gate
-        )
-        return make
-
-    return register
+class _Loader(yaml.SafeLoader):
+    """Reads ``!NAME`` as :class:`_Named`."""
 
 
+def _named(loader: _Loader, name: str, node: Any) -> _Named:
+    mapping = isinstance(node, yaml.MappingNode)
+    read = loader.construct_mapping if mapping else loader.construct_sequence
+    return _Named(name, read(node, deep=True))
+
+
+_Loader.add_multi_constructor("!", _named)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A file in the notation of ``examples.yaml``; :func:`built` makes its values."""
+    found: dict[str, Any] = yaml.load(file.read_text(), _Loader)
+    return found
+
+
+@functools.cache
 def all_examples() -> dict[str, Example]:
     """Every example, by class."""
-    for family in FAMILIES:
-        importlib.import_module(f"tests.pipelines.{family}")
-    return EXAMPLES
+    described = read(Path(__file__).with_name("examples.yaml"))["examples"]
+    return {
+        name: Example(
+            name=name,
+            make=functools.partial(_make, name.partition("-")[0], parts, others, call),
+            **about,
+        )
+        for name, about in described.items()
+        for parts, others, call in [
+            (about.pop("parts"), about.pop("others", {}), about.pop("call"))
+        ]
+    }
+
+
+def _make(
+    name: str,
+    first: Mapping[str, Any],
+    others: Mapping[str, Any],
+    call: Mapping[str, Any],
+) -> Made:
+    """The pipeline of a class with its parts, and the keywords of its call."""
+    made: dict[str, Any] = {}
+    tokenizer: Any = None
+    rest = {part: value for part, value in others.items() if part not in first}
+    for part, value in (*first.items(), *rest.items()):
+        made[part] = built(value, tokenizer)
+        tokenizer = made[part] if "tokenizer" in part else tokenizer
+    kind = getattr(diffusers, name)
+    if issubclass(kind, diffusers.ModularPipeline):
+        pipeline = kind()
+        pipeline.update_components(**made)
+    else:
+        pipeline = kind(**made)
+    given = {k: built(v) for k, v in call.items() if v is not None}
+    return pipeline, given
+
+
+def built(value: Any, tokenizer: Any = None) -> Any:
+    """What a value describes; a tokenizer gives the numbers that the value names."""
+    if isinstance(value, dict):
+        return {name: built(one, tokenizer) for name, one in value.items()}
+    if type(value) is list:
+        return [built(one, tokenizer) for one in value]
+    if isinstance(value, str) and value.startswith("$"):
+        return _number(value[1:], tokenizer)
+    if not isinstance(value, _Named):
+        return value
+    kind, given = _class_of(value.name), built(value.given, tokenizer)
+    if isinstance(given, list):
+        return kind(*given)
+    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        return kind(kind.config_class(**given))
+    return kind(**given)
+
+
+def _number(name: str, tokenizer: Any) -> int:
+    word, _, more = name.partition("+")
+    if word == "words":
+        return len(tokenizer) + int(more or 0)
+    if word in ("bos", "eos", "pad"):
+        return int(getattr(tokenizer, f"{word}_token_id"))
+    return int(tokenizer.convert_tokens_to_ids(name))
+
+
+def _class_of(path: str) -> Any:
+    name, *rest = path.split(".")
+    for place in (parts, diffusers, transformers, ltx2, SimpleNamespace(torch=torch)):
+        if (found := getattr(place, name, None)) is not None:
+            return functools.reduce(getattr, rest, found)
+    raise ValueError(f"nobody has {path}")
 
 
 def made(one: Example) -> Made:
@@ -142,11 +208,6 @@ def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
         scale = max(1.0, float(np.abs(other).max()))
         worst = max(worst, float(np.abs(one - other).max()) / scale)
     return worst if worst == worst else float("inf")
-
-
-def seeded(seed: int, *shape: int) -> torch.Tensor:
-    """Normal numbers of a shape."""
-    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed))
 
 
 def saved(pipeline: Any, folder: Path) -> Path:

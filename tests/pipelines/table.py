@@ -24,14 +24,7 @@ import diffusers
 
 import tests.conftest  # noqa: F401  (the devices, before jax is imported)
 import tpuport
-from tests.pipelines.example import (
-    FAMILIES,
-    Example,
-    all_examples,
-    difference,
-    made,
-    run,
-)
+from tests.pipelines.example import Example, all_examples, difference, made, run
 from tests.tolerances import TOLERANCES
 from tpuport.plugins import plugin_for
 
@@ -103,7 +96,7 @@ def measure(file: Path, name: str, meshes: list[str]) -> None:
 def measure_all(file: Path, names: list[str]) -> None:
     """Run what is not in the file, each example in a process of its own."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([f"tests.pipelines.{f}" for f in FAMILIES])
+    processes.set_forkserver_preload(["tests.pipelines.example"])
     for name in names:
         while meshes := [m for m in MESHES if m not in read(file).get(name, {})]:
             process = processes.Process(target=measure, args=(file, name, meshes))

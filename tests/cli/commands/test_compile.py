@@ -61,7 +61,6 @@ def absent(
         ["-m", "tpuport", "compile", *map(str, asked), "--json"],
         environment=clean,
         folder=ROOT,
-        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     assert f"use them with --executables {place}" in ran.stderr

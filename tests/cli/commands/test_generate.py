@@ -107,7 +107,9 @@ def test_stderr_has_only_our_own_lines(
         "importing torch, jax and diffusers",
         *("making", "encode", "denoise", "decode", "  ", "wrote wan-seed7.mp4"),
     )
-    assert [x for x in done.stderr.splitlines() if x and not x.startswith(known)] == []
+    slow = re.compile(r"[a-z ]+ \.\.\. .*\d s$")  # a work of more than five seconds
+    lines = [x for x in done.stderr.splitlines() if x and not slow.match(x)]
+    assert [x for x in lines if not x.startswith(known)] == []
     assert read_back(tmp_path / "wan-seed7.mp4")[:3] == (5, 16, 32)
     assert list((cache / "runs").glob("*")) == []
 
@@ -272,7 +274,7 @@ def test_ctrl_c_before_anything_is_kept_leaves_nothing(
     ran = cli("generate", "--weights", folder, *EVERY)
     assert ran.code == 130
     assert "run the same command again" in ran.last
-    assert list((cache / "runs").iterdir()) == []
+    assert list((cache / "runs").glob("*")) == []
 
 
 def test_a_video_that_cannot_be_written_loses_nothing(

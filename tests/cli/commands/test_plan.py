@@ -32,7 +32,6 @@ def plan(cache: Path, *args: str) -> Done:
         ["-m", "tpuport", "plan", *args],
         environment=kept | {"TPUPORT_CACHE_DIR": str(cache)},
         folder=ROOT,
-        timeout=550,
     )
 
 

@@ -195,7 +195,13 @@ def test_ctrl_c_while_libraries_are_imported_leaves_nothing(
 ) -> None:
     """A real process, which imports torch and jax: some seconds."""
     asked = ("generate", "--weights", str(folder), *ASKED, "--out", "fox.gif")
-    killed = kill(asked, tmp_path, signal.SIGINT, line="^importing", after=0.3)
+    killed = kill(
+        asked,
+        tmp_path,
+        signal.SIGINT,
+        ready=lambda said: "importing" in said,
+        after=0.3,
+    )
     assert (killed.code, killed.sent) == (130, True), killed.err
     assert "interrupted" in killed.err.splitlines()[-1]
     assert "Traceback" not in killed.err

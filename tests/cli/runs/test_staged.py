@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.runs import staged
 from tpuport.core.files.fingerprint import versions
+from tpuport.core.files.run_record import TAPE_FILE
 from tpuport.errors import WriteError
 
 ASKED = (*tools.ASKED[:7], "4", *tools.ASKED[8:])
@@ -148,7 +150,7 @@ def test_upstreams_own_code_runs_in_stages_too(cli: Cli, folder: Path) -> None:
 
 
 #: Many steps, so that a signal comes between two of them.
-LONG = (*ASKED[:6], "--steps", "900", *ASKED[8:], "--checkpoint-every", "1")
+LONG = (*ASKED[:6], "--steps", "400", *ASKED[8:], "--checkpoint-every", "1")
 
 
 @pytest.mark.parametrize(
@@ -163,24 +165,18 @@ def test_a_run_that_was_ended_goes_on(
     signum: signal.Signals,
     code: int,
     resumes: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By `resume`, or by the same command. It starts a process: more than 10 s.
+    """By `resume`, or by the same command. It starts a process: more than 10 s."""
 
-    The cache has the programs of all tests, and the runs of this one alone.
-    """
-    own = tmp_path / "own"
-    own.mkdir()
-    (cache / "compiled").mkdir(exist_ok=True)
-    (own / "compiled").symlink_to(cache / "compiled")
-    monkeypatch.setenv("TPUPORT_CACHE_DIR", str(own))
+    def stepped(said: str) -> bool:
+        tapes = (cache / "runs").glob(f"*/video-0/{TAPE_FILE}")
+        return any(json.loads(tape.read_text())["stepped"] for tape in tapes)
+
     asked = ("generate", "--weights", str(folder), *LONG, "--out")
     good(cli(*asked, "one.gif"))
     place = tmp_path / "place"
     place.mkdir()
-    killed = kill(
-        (*asked, "fox.gif"), place, signum, cache=own, line="^denoise", after=0.5
-    )
+    killed = kill((*asked, "fox.gif"), place, signum, cache=cache, ready=stepped)
     assert (killed.code, killed.sent) == (code, True), killed.err
     (run,) = cli("runs", "--json").json["runs"]
     (done,) = run["finished"]

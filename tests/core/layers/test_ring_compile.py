@@ -70,7 +70,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> Any:
     variables = compile_environment(parse_topology("v6e-16"))
-    return run_json(PROGRAM, timeout=300, **variables)
+    return run_json(PROGRAM, **variables)
 
 
 def test_chunks_are_on_the_way_while_the_kernel_runs(found: Any) -> None:

@@ -190,9 +190,11 @@ def test_libtpu_knows_every_slice_and_two_processes_may_ask_at_once() -> None:
     assert first.stdout is not None
     assert json.loads(first.stdout.readline())["v6e-8"] == [8, "v6e", 1, 1]
     try:
-        out, err = _start(",".join(TOPOLOGY_NAMES), **variables).communicate(timeout=90)
+        out, err = _start(",".join(TOPOLOGY_NAMES), **variables).communicate(
+            timeout=600
+        )
     finally:
-        first.communicate("\n", timeout=30)
+        first.communicate("\n", timeout=600)
     found: dict[str, list[Any]] = json.loads(out or "{}")
     assert found.keys() == set(TOPOLOGY_NAMES), err[-2000:]
     for name, (devices, kind, cores, _) in found.items():
@@ -215,13 +217,13 @@ def test_a_locked_libtpu_is_named_with_what_to_set() -> None:
     assert first.stdout is not None
     line = first.stdout.readline()
     if not line:  # some other process on this machine has the lock: just what is asked
-        _, err = first.communicate(timeout=30)
+        _, err = first.communicate(timeout=600)
         assert "ALLOW_MULTIPLE_LIBTPU_LOAD=true" in err
         return
     try:
         second = _start("v6e-1", **without)
-        _, err = second.communicate(timeout=60)
+        _, err = second.communicate(timeout=600)
     finally:
-        first.communicate("\n", timeout=30)
+        first.communicate("\n", timeout=600)
     assert second.returncode != 0
     assert "ALLOW_MULTIPLE_LIBTPU_LOAD=true" in err

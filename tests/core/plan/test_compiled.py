@@ -126,7 +126,7 @@ print(json.dumps({
 
 def run(program: str, *args: str) -> Any:
     variables = compile_environment(parse_topology("v6e-8"))
-    return run_json(program, *args, timeout=550, **variables)
+    return run_json(program, *args, **variables)
 
 
 @pytest.fixture(scope="module")

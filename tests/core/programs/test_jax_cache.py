@@ -138,7 +138,7 @@ for place in ("a", "deep/b"):
 def test_a_kernel_has_the_same_name_wherever_its_source_lies(tmp_path: Path) -> None:
     """Pallas puts the paths of the source into a kernel, which is hashed as it is."""
     variables = compile_environment(parse_topology("v6e-8"))
-    run_program(KERNEL, str(tmp_path), timeout=300, **variables)
+    run_program(KERNEL, str(tmp_path), **variables)
     first, second = (names(tmp_path / place / "cache") for place in ("a", "deep/b"))
     assert len(first) == 1
     assert first == second

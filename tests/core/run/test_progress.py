@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,9 +33,11 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that displays read; the one entry may be changed."""
+    """The time that displays read, and no beat by itself; the entry may be changed."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: now[0])
+    monkeypatch.setattr(progress._Growing, "_grow", lambda self, stop: None)
     return now
 
 
@@ -98,6 +101,7 @@ def test_steps_are_timed_after_the_first_and_the_rest_is_foretold(
     assert display._status() == ("", "")
 
 
+@pytest.mark.usefixtures("clock")
 def test_work_that_ends_soon_has_no_line_but_for_the_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -108,6 +112,17 @@ def test_work_that_ends_soon_has_no_line_but_for_the_first(
     assert capsys.readouterr().err == "importing ... 0.0 s\n"
 
 
+def heard(
+    capsys: pytest.CaptureFixture[str], words: str, work: Callable[[], None]
+) -> str:
+    """What is said until these words, while a work is done again and again."""
+    until, said = time.monotonic() + 60, ""
+    while words not in said and time.monotonic() < until:
+        work()
+        said += capsys.readouterr().err
+    return said
+
+
 def test_silence_ends_after_a_beat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,10 +130,7 @@ def test_silence_ends_after_a_beat(
     with Display() as display:
         display.say("first")
         with display.timed("compiling"):
-            until, said = time.monotonic() + 10, ""
-            while "compiling ... " not in said and time.monotonic() < until:
-                time.sleep(0.01)
-                said += capsys.readouterr().err
+            said = heard(capsys, "compiling ... ", lambda: time.sleep(0.01))
         assert said.startswith("first\ncompiling ... ")
     assert capsys.readouterr().err.endswith(" s\n")
 
@@ -129,10 +141,12 @@ def test_short_works_in_a_row_are_not_silent(
     monkeypatch.setattr(progress, "BEAT", 0.1)
     with Display() as display:
         display.say("first")
-        for _ in range(10):
+
+        def short() -> None:
             with display.timed("run"):
                 time.sleep(0.03)
-    assert "run ... " in capsys.readouterr().err
+
+        assert "run ... " in heard(capsys, "run ... ", short)
 
 
 def test_work_that_fails_is_no_longer_shown() -> None:
@@ -190,6 +204,7 @@ def test_python_sees_progress_unless_told_not_to(
     monkeypatch.setattr("tpuport.core.seam.ported.port_module", ported)
     api.port(torch.nn.Linear(1, 1), **given)
     assert type(told[0]) is kind
+    capsys.readouterr()  # upstream's words at the first import
     told[0].say("a line")
     assert capsys.readouterr().err == ("a line\n" if kind is Display else "")
 
@@ -209,6 +224,7 @@ def test_a_run_goes_on_where_nobody_reads(
     assert ended == ["compiling"]
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_terminal_that_cannot_move_gets_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -58,7 +58,7 @@ def compile_all(dtype):
 
 def lines_of(*calls: str) -> list[str]:
     program = PROGRAM.replace("{calls}", "\n".join(calls))
-    return run_program(program, timeout=300, TPU_ACCELERATOR_TYPE="v6e-4")
+    return run_program(program, TPU_ACCELERATOR_TYPE="v6e-4")
 
 
 @needs_libtpu

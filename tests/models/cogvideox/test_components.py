@@ -62,12 +62,21 @@ def transformer_inputs(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.sweep), 2])
+@pytest.mark.parametrize(
+    ("batch", "mesh"),
+    [
+        pytest.param(1, "dp=1", marks=pytest.mark.sweep),
+        (2, "dp=1"),
+        (2, "sp=3"),
+        (2, "dp=2,sp=2,tp=2"),
+    ],
+)
 @pytest.mark.parametrize("form", ALL_FORMS)
-def test_the_transformer_is_upstreams(form: str, batch: int) -> None:
+def test_the_transformer_is_upstreams(form: str, batch: int, mesh: str) -> None:
+    """On all axes, and in uneven parts."""
     module = make_transformer(form)
     inputs = transformer_inputs(form, batch)
-    program = tpuport.port(module)
+    program = tpuport.port(module, mesh=mesh)
     ours, upstream = program(**inputs), module(**inputs)
     assert type(ours) is type(upstream)
     assert_close(ours.sample, upstream.sample)
@@ -100,26 +109,11 @@ def test_learned_positions_and_the_offset_count() -> None:
 
 
 @torch.no_grad()
-def test_learned_positions_for_another_number_of_frames() -> None:
-    # Upstream computes sin-cos positions in their place.
-    module = make_transformer("5b-i2v")
-    inputs = transformer_inputs("5b-i2v", 2, frames=5)
-    assert_close(tpuport.port(module)(**inputs).sample, module(**inputs).sample)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("form", ["2b", "5b"])
+@pytest.mark.parametrize("form", ["2b", "5b", "5b-i2v"])
 def test_another_size_than_the_trained_one(form: str) -> None:
-    # 2b computes its positions inside forward for such a size.
+    """2b computes its positions inside forward; learned ones give way to sin-cos."""
     module = make_transformer(form)
     inputs = transformer_inputs(form, 1, rows=8, columns=20, frames=5)
-    assert_close(tpuport.port(module)(**inputs).sample, module(**inputs).sample)
-
-
-@torch.no_grad()
-def test_many_layers_and_ragged_heads() -> None:
-    module = make_transformer("5b", num_layers=6, num_attention_heads=3)
-    inputs = transformer_inputs("5b", 2)
     assert_close(tpuport.port(module)(**inputs).sample, module(**inputs).sample)
 
 

@@ -1,4 +1,4 @@
-"""CogVideoX's native blocks against upstream's own code, on one device and on eight."""
+"""CogVideoX's native blocks; ``test_components.py`` has every form on every axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.models.cogvideox.test_components import ALL_FORMS, transformer_inputs
+from tests.models.cogvideox.test_components import transformer_inputs
 from tests.models.conftest import make_transformer
 from tests.models.ported import records_of
 from tests.tolerances import TOLERANCES
@@ -21,20 +21,6 @@ from tpuport.models.cogvideox.plugin import PLUGIN
 def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     return float((found - expected).abs().max())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("form", ALL_FORMS)
-@pytest.mark.parametrize("mesh", ["sp=3", "dp=2,sp=2,tp=2"])
-def test_every_form_is_upstreams(form: str, mesh: str) -> None:
-    """As ``test_components.py`` tests on one device: all axes, and parts unevenly."""
-    module, inputs = make_transformer(form), transformer_inputs(form, 2)
-    program = tpuport.port(module, mesh=mesh)
-    found, expected = program(**inputs).sample, module(**inputs).sample
-    assert worst(found, expected) <= TOLERANCES["component float32"]
-    assert float(expected.std()) > 0.05
-    (record,) = records_of(program)
-    assert record.padded is not None
 
 
 #: Heads and sp: an exchange of heads, and a ring beside it; both pad tokens. What
@@ -72,7 +58,7 @@ def test_tokens_and_heads_that_do_not_divide(heads: int, sp: int) -> None:
 @torch.no_grad()
 def test_heads_of_both_prompts_are_split_together() -> None:
     # Three heads do not divide by two, six do.
-    module = make_transformer("5b", num_attention_heads=3, num_layers=2)
+    module = make_transformer("5b", num_attention_heads=3, num_layers=6)
     inputs = transformer_inputs("5b", 2)
     program = tpuport.port(module, mesh=(1, 2, 1))
     assert worst(program(**inputs).sample, module(**inputs).sample) <= 1e-5

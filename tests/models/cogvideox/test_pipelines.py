@@ -11,9 +11,7 @@ import diffusers
 import pytest
 
 import tpuport
-from tests.pipelines import cogvideox as small
-from tests.pipelines.example import Example, difference, made, run
-from tests.pipelines.pictures import clip, picture
+from tests.pipelines.example import all_examples, difference, made, prepared, run
 from tests.tolerances import TOLERANCES
 
 #: Form -> the transformer, and the pipeline's class.
@@ -21,12 +19,13 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "2b": ({"use_rotary_positional_embeddings": False}, ""),
     "5b": ({}, ""),
     "1.5": ({"patch_size_t": 2}, ""),
-    "5b-i2v": (
-        {"in_channels": 8, "use_learned_positional_embeddings": True},
-        "ImageToVideo",
-    ),
+    "5b-i2v": ({}, "ImageToVideo"),
     "1.5-i2v": (
-        {"in_channels": 8, "patch_size_t": 2, "ofs_embed_dim": 8},
+        {
+            "patch_size_t": 2,
+            "ofs_embed_dim": 8,
+            "use_learned_positional_embeddings": False,
+        },
         "ImageToVideo",
     ),
     "2b-v2v": ({"use_rotary_positional_embeddings": False}, "VideoToVideo"),
@@ -35,22 +34,14 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 
 def make(form: str) -> tuple[Any, dict[str, Any]]:
     changed, task = FORMS[form]
-    pipeline = getattr(diffusers, f"CogVideoX{task}Pipeline")(
-        **small.t5_text(),
-        transformer=small.transformer(**changed),
-        vae=small.vae(),
-        scheduler=small.scheduler(),
-    )
-    if form.startswith("2b"):
+    pipeline, call = made(all_examples()[f"CogVideoX{task}Pipeline"])
+    small, first = pipeline.transformer, form.startswith("2b")
+    other = type(small).from_config({**small.config, **changed})
+    pipeline.register_modules(transformer=prepared(other))
+    if first:
         config = pipeline.scheduler.config
         pipeline.scheduler = diffusers.CogVideoXDDIMScheduler.from_config(config)
-    given: dict[str, Any] = {
-        "": {"num_frames": 9},
-        "ImageToVideo": {"num_frames": 9, "image": picture(0)},
-        "VideoToVideo": {"video": clip(0, 9), "strength": 0.9},
-    }[task]
-    dynamic = {"use_dynamic_cfg": not form.startswith("2b")}
-    return pipeline, {**small.CALL, **dynamic, **given}
+    return pipeline, call | {"use_dynamic_cfg": not first}
 
 
 sweep = pytest.mark.sweep
@@ -71,7 +62,7 @@ sweep = pytest.mark.sweep
 def test_every_form_makes_upstreams_video(
     form: str, mesh: str, how: dict[str, str]
 ) -> None:
-    pipeline, call = made(Example(name=form, make=lambda: make(form)))
+    pipeline, call = make(form)
     expected = run(pipeline, call)
     with tpuport.ported(pipeline, mesh=mesh, **how):
         found = run(pipeline, call)

@@ -13,7 +13,7 @@ import torch
 
 import tpuport
 from tests.pipelines.example import difference, run
-from tests.pipelines.pictures import picture
+from tests.pipelines.parts import picture
 from tests.tolerances import TOLERANCES
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter

@@ -56,7 +56,6 @@ def test_a_step_compiles_from_the_projects_kernels(case: str, tmp_path: Path) ->
             "--json",
         ],
         environment=os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "cache")},
-        timeout=550,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
