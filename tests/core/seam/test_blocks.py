@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ class Summing(Model):
         return torch.stack(seen).sum(0)
 
 
+def with_attribute(**values: object) -> Block:
+    block = Block()
+    for name, value in values.items():
+        setattr(block, name, value)
+    return block
+
+
 CASES = {
     "all": ([Block(), Block(), Block()], [(0, 3, 1)]),
     "read by a property": ([Scaled(1), Scaled(3), Scaled(2)], []),
@@ -110,6 +118,23 @@ CASES = {
         [(0, 2, 1), (2, 4, 2)],
     ),
     "one": ([Block()], []),
+    "lambdas of one line": (
+        [with_attribute(rule=(lambda x: x + 1)) for _ in range(2)],
+        [(0, 2, 1)],
+    ),
+    "another shape": (
+        [with_attribute(more=torch.nn.Parameter(torch.ones(n))) for n in (1, 2)],
+        [],
+    ),
+    "another object": (
+        [with_attribute(inner=types.SimpleNamespace(a=n)) for n in (1, 1, 2)],
+        [(0, 2, 1)],
+    ),
+    "another function": (
+        [with_attribute(rule=functools.partial(max, n)) for n in range(2)],
+        [],
+    ),
+    "another part": ([Block(), with_attribute(more=torch.nn.Identity())], []),
     "all others": ([Block(), Other()], []),
 }
 
@@ -127,6 +152,16 @@ def test_runs_of_alike_blocks_are_found(name: str) -> None:
     firsts = {run[0] + turn for run in expected for turn in range(run[2])}
     stacked = {f"blocks.{first or ''}*.linear.weight" for first in firsts}
     assert {name for name in entry._structs if "*.linear.weight" in name} == stacked
+
+
+def test_blocks_that_share_a_weight_are_no_stack() -> None:
+    model = Model([Block() for _ in range(3)])
+    model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    ported = tpuport.port(model)
+    assert close(ported(x), model(x))
+    (entry,) = seam_of(ported).entries.values()
+    assert entry._blocks == ()
 
 
 def test_a_loop_that_is_no_scan_runs_block_by_block() -> None:

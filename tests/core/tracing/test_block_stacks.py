@@ -33,7 +33,6 @@ from tests.core.tracing.towers import (
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.forward_split import ForwardSplit, Where
 
 SPLIT = ForwardSplit(blocks=("blocks",), state=("x", "y"), head=("x",))
@@ -134,7 +133,7 @@ LOOPS: dict[str, Loop] = {
 def test_it_is_torchs_function_and_the_unrolled_one(
     name: str, count: int, batch: int
 ) -> None:
-    unrolled, torchs = largest(tower(LOOPS[name], count), ("blocks",), batch)
+    unrolled, torchs = largest(tower(LOOPS[name], count), batch)
     assert unrolled <= 1e-6
     assert torchs <= TOLERANCES["module float32"]
 
@@ -171,13 +170,13 @@ def skips_one(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
     [calls_one_in_another_way, scales_by_the_index, adds_to_the_state, skips_one],
 )
 def test_a_scan_ends_where_a_block_is_called_in_another_way(loop: Any) -> None:
-    unrolled, torchs = largest(tower(loop, 5), ("blocks",), 2)
+    unrolled, torchs = largest(tower(loop, 5), 2)
     assert unrolled <= 1e-6
     assert torchs <= TOLERANCES["module float32"]
 
 
 def test_blocks_around_one_that_is_called_in_another_way_are_scanned() -> None:
-    ported, weights = port(tower(calls_one_in_another_way, 7), ("blocks",))
+    ported, weights = port(tower(calls_one_in_another_way, 7))
     inputs = arrays(inputs_of())
     assert scans(lambda w, args: ported.apply(w, *args), weights, inputs) == [2, 4]
 
@@ -189,15 +188,13 @@ def test_kinds_of_blocks_that_take_turns_are_torchs_function(
     name: str, period: int, count: int
 ) -> None:
     loop = LOOPS.get(name, kinds_take_their_own)
-    stacked = StackedBlocks(path="blocks", period=period)
-    unrolled, torchs = largest(turns(loop, period, count), (stacked,), 2)
+    unrolled, torchs = largest(turns(loop, period, count), 2, period)
     assert unrolled <= 1e-6
     assert torchs <= TOLERANCES["module float32"]
 
 
 def test_kinds_that_take_turns_are_one_scan() -> None:
-    stacked = StackedBlocks(path="blocks", period=3)
-    ported, weights = port(turns(plain, 3, 12), (stacked,))
+    ported, weights = port(turns(plain, 3, 12), period=3)
     inputs = arrays(inputs_of())
     assert scans(lambda w, args: ported.apply(w, *args), weights, inputs) == [4]
     assert ported.arrays["blocks.2*.mix.weight"] == tuple(
@@ -211,11 +208,13 @@ def turns(loop: Loop, period: int, count: int) -> Tower:
     return Tower(blocks, loop).eval()
 
 
-def largest(module: torch.nn.Module, stacked: Any, batch: int) -> tuple[float, float]:
+def largest(
+    module: torch.nn.Module, batch: int, period: int = 1
+) -> tuple[float, float]:
     """How far the scanned module is from the unrolled one, and from torch."""
     inputs = inputs_of(batch)
-    found = call(*port(module, stacked), *arrays(inputs))
-    unrolled = call(*port(module, ()), *arrays(inputs))
+    found = call(*port(module, period=period), *arrays(inputs))
+    unrolled = call(*port(module, stacked=False), *arrays(inputs))
     expected = [to_numpy(tensor) for tensor in module(*inputs)]
     assert [x.shape for x in found] == [x.shape for x in expected]
     assert len(found) >= 2
@@ -290,7 +289,7 @@ def test_blocks_before_the_first_alike_run_as_ever() -> None:
     module = tower(count=4)
     module.blocks[0].processor.factor = 3.0
     inputs = inputs_of()
-    ported, weights = port(module, (StackedBlocks(path="blocks", first=1),))
+    ported, weights = port(module, first=1)
     assert weights["blocks.1*.mix.weight"].shape == (3, WIDTH, WIDTH)
     assert "blocks.0.mix.weight" in weights
     found, _ = call(ported, weights, *arrays(inputs))

@@ -56,7 +56,7 @@ OF_PLAIN = ForwardSplit(blocks=("model.transformer_blocks",), head=("hidden_stat
 
 
 def ported(layers: int = 2) -> tuple[PortedModule, dict[str, jax.Array]]:
-    return port(Plain(layers), ())
+    return port(Plain(layers), stacked=False)
 
 
 def given() -> tuple[jax.Array, ...]:

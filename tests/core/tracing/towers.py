@@ -12,6 +12,7 @@ import torch
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.core.tracing.ported_module import PortedModule
 
@@ -91,11 +92,13 @@ def inputs_of(batch: int = 2) -> tuple[torch.Tensor, ...]:
 
 
 def port(
-    module: torch.nn.Module, stacked: Any = ("blocks",)
+    module: Any, *, stacked: bool = True, first: int = 0, period: int = 1
 ) -> tuple[PortedModule, dict[str, jax.Array]]:
-    """The module on one device with its own weights."""
+    """The module on one device with its own weights; its blocks from one on stacked."""
     runtime = model_runtime(mesh=None, platform="cpu")
-    ported = PortedModule(module, runtime, stacked)
+    count = len(module.blocks) - first if stacked else 0
+    blocks = StackedBlocks(path="blocks", first=first, count=count, period=period)
+    ported = PortedModule(module, runtime, (blocks,) if stacked else ())
     tensors = ported.tensors()
     weights: dict[str, jax.Array] = {}
     for array, members in ported.arrays.items():

@@ -249,10 +249,7 @@ class Entry(ProgramRuns):
                 program = self._traced(form, state, tensors, constant, draws, place)
             except StackError as error:
                 assert self._blocks is not None
-                kept = without(self.module, self._blocks, error.path)
-                if kept == self._blocks:
-                    raise
-                self._rebuild(kept)
+                self._rebuild(without(self.module, self._blocks, error.path))
                 continue
             except _ASKS_FOR_VALUES as error:
                 more = next((s for s in stages if s - constant), None)

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from tpuport.core.seam.standing import METHODS
 from tpuport.core.seam.values import Form, put_together, take_apart
-from tpuport.core.tracing.block_stacks import own_attributes
 
+#: Attributes of every torch module; hooks run outside of forward.
+OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"forward"}
 #: Says in transformers that the hooks that collect hidden states are in place.
 _HOOKED = "_output_capturing_hooks_installed"
 #: Attributes that forward does not read, or that are frozen.
@@ -125,7 +126,7 @@ class Attributes:
 
     def _values(self) -> tuple[dict[str, dict[str, Any]], tuple[type, ...]]:
         """The attributes of each module by its path, and the classes of all."""
-        own = own_attributes() | _LEFT_OUT | set(METHODS)
+        own = OWN_ATTRIBUTES | _LEFT_OUT | set(METHODS)
         found, kinds = {}, []
         for path, module in self._module.named_modules():
             values = {k: v for k, v in vars(module).items() if k not in own}
@@ -161,7 +162,7 @@ class Attributes:
                 changed = {
                     name: value
                     for name, value in vars(module).items()
-                    if name not in own_attributes() | {_HOOKED}
+                    if name not in OWN_ATTRIBUTES | {_HOOKED}
                     and (name not in before or before[name] is not value)
                 }
                 if changed:

@@ -52,7 +52,7 @@ def scanned(
             more parts.
 
     Raises:
-        PluginError: from a block's call, when the loop over the blocks does more than
+        StackError: from a block's call, when the loop over the blocks does more than
             hand their state on.
     """
     replacements: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
@@ -160,13 +160,8 @@ class _Runner:
         return forward
 
     def error(self, index: int, problem: str) -> StackError:
-        path = self.turns[0].path
-        return StackError(
-            path,
-            f"stacked blocks: {self.name(index)} {problem}. A loop that does "
-            "more than hand the state from block to block cannot be one scan; take "
-            f"{path!r} out of Component.stacked",
-        )
+        text = f"stacked blocks: {self.name(index)} {problem}"
+        return StackError(self.turns[0].path, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,19 +214,17 @@ class _Chain:
         """Note the call of the next block.
 
         Raises:
-            PluginError: it is not the next block, or not called on the state of the
+            StackError: it is not the next block, or not called on the state of the
                 block before and the same arguments otherwise.
         """
         if index != self.last + 1:
             before = self.runner.name(self.last)
-            problem = f"runs after {before}; stacked blocks run in order"
-            raise self.runner.error(index, problem)
+            raise self.runner.error(index, f"runs after {before}")
         state = self._state(index, call)
         known = self.traced.get(self.runner.turn(index))
         own = {} if known is None else self._check(index, call, state, known)
         if not state:
-            problem = "does not take what the block before returned"
-            raise self.runner.error(index, problem)
+            raise self.runner.error(index, "does not take what the block before gave")
         if known is None:
             structs = self._at(self.last).structs
             handed = {place: structs[output] for place, output in state.items()}
@@ -380,12 +373,8 @@ class _Chain:
         for position, leaf in enumerate(call.leaves):
             owner = owner_of(leaf)
             if isinstance(owner, _Output) and owner.chain is self:
-                if owner.block != self.last:
-                    raise self.runner.error(
-                        index, "takes the state of an earlier block"
-                    )
-                if was_written(leaf):
-                    raise self.runner.error(index, "takes a state that was written to")
+                if owner.block != self.last or was_written(leaf):
+                    raise self.runner.error(index, "takes an earlier or altered state")
                 state[position] = owner.index
         return state
 
@@ -395,25 +384,18 @@ class _Chain:
         """By slot, the arrays that the first block of this turn got others of.
 
         Raises:
-            PluginError: the call is not like the first one of this turn.
+            StackError: the call is not like the first one of this turn.
         """
-        error = self.runner.error
         own: dict[int, jax.Array] = {}
         if call.tree != known.tree or len(call.leaves) != len(known.leaves):
-            raise error(index, "is called with other arguments than the first")
+            raise self.runner.error(index, "is called with other arguments")
         for position, leaf in enumerate(call.leaves):
-            first = known.leaves[position]
-            if position in state or same(leaf, first):
+            if position in state or same(leaf, known.leaves[position]):
                 continue
             array = known.alike(position, leaf)
             # What is made from the result of a block is there too late for its scan.
             if array is None or self.ran:
-                raise error(
-                    index,
-                    f"is called with another argument ({_text(leaf)}, not "
-                    f"{_text(first)}) than the blocks before it, and it is not what "
-                    "the block before returned",
-                )
+                raise self.runner.error(index, f"has another argument {position}")
             own[known.slot[position]] = array
         return own
 
@@ -424,12 +406,8 @@ class _Chain:
             given = known.arrays[known.slot[position]]
             struct = self._at(self.last).structs[output]
             if (given.shape, given.dtype) != (struct.shape, struct.dtype):
-                raise self.runner.error(
-                    self.start,
-                    f"takes {given.dtype} {[*given.shape]} and "
-                    f"{self.runner.name(self.last)} returns {struct.dtype} "
-                    f"{[*struct.shape]} in its place for {self.runner.name(index)}",
-                )
+                what = f"takes {given.dtype} {[*given.shape]}, not {struct}"
+                raise self.runner.error(index, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,8 +417,3 @@ class _Output:
     chain: _Chain
     block: int
     index: int
-
-
-def _text(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return repr(value)[:60] if shape is None else f"a tensor {[*shape]}"

@@ -90,21 +90,18 @@ class PortedModule:
             under a name such as ``blocks.*.linear.weight``.
         gathered: sharding of one block, by array, for stacked arrays whose blocks are
             gathered for use.
-
-    Raises:
-        PluginError: blocks that cannot be stacked.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         runtime: Runtime,
-        stacked: Sequence[str | StackedBlocks] = (),
+        stacked: Sequence[StackedBlocks] = (),
     ) -> None:
         self.module = module
         self.runtime = runtime
         self.names = WeightNames.of(module)
-        self.stacks = find_stacks(module, stacked, self.names.tied)
+        self.stacks = find_stacks(module, stacked)
         self.arrays: Mapping[str, tuple[str, ...]] = _arrays(self.names, self.stacks)
         self.gathered: Mapping[str, jax.sharding.NamedSharding] = {}
 
@@ -119,7 +116,7 @@ class PortedModule:
             What forward returns, with JAX arrays in place of tensors.
 
         Raises:
-            PluginError: the module does more with stacked blocks than run one after the
+            StackError: the module does more with stacked blocks than run one after the
                 other.
         """
 
