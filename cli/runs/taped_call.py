@@ -53,7 +53,7 @@ class TapedCall:
             ArtifactError: the tape is of a run in another way.
         """
         from tpuport.core.drive.checkpoints import Checkpoints
-        from tpuport.core.drive.taped import called, tape_of
+        from tpuport.core.drive.driving import called, tape_of
 
         name, settings = type(self.pipeline).__name__, self.settings
         with contextlib.ExitStack() as stack:

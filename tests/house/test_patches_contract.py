@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tpuport.cli.commands.patches import Entry, examine
 from tpuport.core import compat
 from tpuport.core.enums import Blocks
 from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
-from tpuport.core.tracing.op_overrides import OpOverride, resolve_operator
+from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch, applied, inspect_patches
 from tpuport.errors import OpConflictError, PatchError
 from tpuport.patches import standard
@@ -225,10 +226,10 @@ def test_overrides_are_installed_while_tracing_and_no_longer() -> None:
     assert all(after[operator] is before[operator] for operator in before)
     for override in others:
         for target in override.targets:
-            entry = during[resolve_operator(target)]
+            entry = during[resolve_name(target)]
             # The first: the second block has made its own.
             assert entry.func is made[override.name][0]
-            assert entry is not before.get(resolve_operator(target))
+            assert entry is not before.get(resolve_name(target))
 
 
 def test_every_runtime_installs_what_is_listed_as_everywhere() -> None:
@@ -236,7 +237,7 @@ def test_every_runtime_installs_what_is_listed_as_everywhere() -> None:
     before = dict(runtime.env._ops)
     with runtime.tracing() as env:
         changed = {op for op, entry in env._ops.items() if before.get(op) is not entry}
-    assert changed == {resolve_operator(t) for o in EVERYWHERE for t in o.targets}
+    assert changed == {resolve_name(t) for o in EVERYWHERE for t in o.targets}
 
 
 @each_override

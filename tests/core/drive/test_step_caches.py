@@ -16,7 +16,7 @@ import torch
 import tpuport
 from tests.pipelines.example import all_examples, difference, made
 from tests.tolerances import TOLERANCES
-from tpuport.core.drive.driving import driving
+from tpuport.core.drive.driving import called, driving, tape_of
 from tpuport.core.drive.step_caches import (
     StepCacheError,
     StepCaches,
@@ -25,7 +25,6 @@ from tpuport.core.drive.step_caches import (
 )
 from tpuport.core.drive.tape import Recorded
 from tpuport.core.drive.tape_folder import TapeFolder
-from tpuport.core.drive.taped import called, tape_of
 from tpuport.core.enums import Backend
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.journal import Journal

@@ -18,10 +18,9 @@ import torch
 
 import tpuport
 from tests.pipelines.example import Example, all_examples, made
-from tpuport.core.drive.driving import driving
+from tpuport.core.drive.driving import called, driving, tape_of
 from tpuport.core.drive.tape import Recorded, Tape, TapeError
 from tpuport.core.drive.tape_folder import TapeFolder
-from tpuport.core.drive.taped import called, tape_of
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.journal import Journal

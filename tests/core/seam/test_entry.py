@@ -465,9 +465,9 @@ def test_a_constant_input_is_uploaded_once() -> None:
     seam = seam_of(ported)
     text = torch.ones(3, 4)
     ported(text)
-    known = dict(seam.arithmetic.uploads._known)
+    known = dict(seam.arithmetic.devices._known)
     ported(text)
-    assert seam.arithmetic.uploads._known[id(text)][2] is known[id(text)][2]
+    assert seam.arithmetic.devices._known[id(text)][2] is known[id(text)][2]
     text.add_(1)
     assert close(ported(text), ported(torch.full((3, 4), 2.0)))
 
@@ -496,7 +496,7 @@ def test_programs_take_the_compilers_flags_of_what_they_are(
         asked.append(stages)
         return ChosenFlags()
 
-    monkeypatch.setattr("tpuport.core.seam.program_runs.flags_for", flags_for)
+    monkeypatch.setattr("tpuport.core.seam.devices.flags_for", flags_for)
     x, timestep = torch.ones(2, 8), torch.ones(1)
 
     tpuport.port(torch.nn.Linear(8, 8), mesh="sp=2")(x) + 1

@@ -17,7 +17,6 @@ from tpuport.core.tracing.op_overrides import (
     inspect_overrides,
     installed,
     resolve_claims,
-    resolve_operator,
 )
 from tpuport.errors import OpConflictError
 
@@ -49,20 +48,19 @@ def relu(env: Any) -> list[float]:
 
 
 def test_an_operator_is_found_by_its_dotted_name() -> None:
-    assert resolve_operator(RELU) is torch.nn.functional.relu
-    assert resolve_operator(f"{ATEN}.default") is torch.ops.aten.relu.default
+    claims = resolve_claims([claim(RELU, f"{ATEN}.default")])
+    assert [operator for operator, _ in claims] == [
+        torch.nn.functional.relu,
+        torch.ops.aten.relu.default,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("target", "missing"),
-    [
-        ("torch.nn.functional.rellu", "torch.nn.functional has no 'rellu'"),
-        ("torch.ops.aten.rellu", "torch.ops.aten has no 'rellu'"),
-        ("torch.ops.aten.relu.fast", "torch.ops.aten.relu has no 'fast'"),
-    ],
+    "target",
+    ["torch.nn.functional.rellu", "torch.ops.aten.rellu", "torch.ops.aten.relu.fast"],
 )
-def test_an_unknown_operator_is_named(target: str, missing: str) -> None:
-    with pytest.raises(OpConflictError, match=f"'{target}' does not exist: {missing}"):
+def test_an_unknown_operator_is_named(target: str) -> None:
+    with pytest.raises(OpConflictError, match=f"'{target}' does not exist in .* 'mine"):
         resolve_claims([claim(target)])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from tpuport.core.drive.step_caches import StepCaches
-from tpuport.core.drive.tape import Tape
+from tpuport.core.drive.tape import Recorded, StageEnd, Tape
 from tpuport.core.enums import Backend, StageName, denoises
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.seam.journal import Asked, Called, Journal
-from tpuport.core.seam.standing import Standing, is_ported
+from tpuport.core.seam.standing import Standing, Stepping, is_ported
 
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
 
@@ -63,7 +63,7 @@ class Drive:
     stage: StageName | None = None
     made: int = 0
     _since: float = 0.0
-    _schedulers: int = 0
+    _schedulers: dict[int, tuple[int, Any]] = field(default_factory=dict)
     _again: int = 0
     _told: bool = False
     _stepped: bool = False
@@ -128,14 +128,14 @@ class Drive:
 
         return self.tape.call(replace(asked, answer=live), after=after)
 
-    def new_scheduler(self) -> int:
-        """The number of a scheduler; the pipeline's own is 0."""
-        self._schedulers += 1
-        return self._schedulers - 1
+    def key_of(self, scheduler: Any) -> int:
+        """The number of a scheduler; the pipeline's own is 0, copies come later."""
+        number = len(self._schedulers)
+        return self._schedulers.setdefault(id(scheduler), (number, scheduler))[0]
 
-    def step(self, key: int, scheduler: Any, run: Callable[[], Any]) -> Any:
+    def step(self, scheduler: Any, run: Callable[[], Any]) -> Any:
         """The result of a scheduler's step; of a copied one, nobody is told."""
-        tape, between = self.tape, self.journal.between
+        key, tape, between = self.key_of(scheduler), self.tape, self.journal.between
         live = tape is None or tape.live
         if key == 0 and self.caches is not None:
             self.caches.stepping(self._timesteps, self._planned())
@@ -269,29 +269,10 @@ def _schedulers(pipeline: Any) -> list[Any]:
     return list(found.values())
 
 
-class _Step:
-    """In place of a scheduler's ``step``, with upstream's signature.
-
-    A pipeline may copy its scheduler, for sound say: the copy has its own ``step``.
-    """
-
-    def __init__(self, scheduler: Any, drive: Drive) -> None:
-        self._scheduler, self._drive = scheduler, drive
-        self._key = drive.new_scheduler()
-        functools.update_wrapper(self, scheduler.step)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = type(self._scheduler).step
-        run = functools.partial(step, self._scheduler, *args, **kwargs)
-        return self._drive.step(self._key, self._scheduler, run)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _Step(memo[id(self._scheduler)], self._drive)
-
-
 def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
+    drive.key_of(scheduler)
     before = vars(scheduler).get("step")
-    vars(scheduler)["step"] = _Step(scheduler, drive)
+    vars(scheduler)["step"] = Stepping(scheduler, drive.step)
     if before is None:
         stack.callback(vars(scheduler).pop, "step", None)
     else:  # a port's
@@ -312,3 +293,66 @@ def _sum(one: StageReport, other: StageReport) -> StageReport:
     counts = ("steady_calls", "steady_seconds")
     sums = {n: getattr(one, n) + getattr(other, n) for n in (*names, *counts)}
     return replace(one, **sums)
+
+
+def tape_of(
+    pipeline: Any,
+    arguments: Mapping[str, Any],
+    before: Recorded,
+    until: StageName | None = None,
+) -> Tape:
+    """The tape of one call.
+
+    Args:
+        arguments: of the call; its generators are part of what is kept.
+        before: what an earlier run recorded.
+        until: the stage to end with.
+    """
+    given = arguments.get("generator")
+    generators = given if isinstance(given, list | tuple) else [given]
+    return Tape(
+        before,
+        until,
+        generators=tuple(one for one in generators if one is not None),
+        guidance={
+            name: component
+            for name, component in pipeline.components.items()
+            if name.startswith("guider")
+        },
+    )
+
+
+def called(
+    pipeline: Any,
+    arguments: Mapping[str, Any],
+    journal: Journal,
+    backend: Backend,
+    tape: Tape | None = None,
+    before_live: Callable[[str], None] = lambda name: None,
+    around: Callable[[StageName, str, Callable[[], Any]], Any] | None = None,
+    caches: StepCaches | None = None,
+) -> tuple[Any, Drive]:
+    """What upstream returns, and what happened.
+
+    Args:
+        journal: of the pipeline's seam; of one that is not ported, a new one.
+        before_live: told the name of a call that is not given back.
+        around: makes such a call, to look at it.
+        caches: the step cache of the run, in place.
+
+    Returns:
+        the output; ``None`` if the stage that the tape ends with is over.
+    """
+    if tape is not None:
+        tape.caches = caches
+    with driving(pipeline, journal, backend, tape) as drive:
+        drive.before_live, drive.caches = before_live, caches
+        if around is not None:
+            drive.around = around
+        if tape is not None:
+            tape.place = journal.between.of_host
+        try:
+            output = pipeline(**arguments)
+        except StageEnd:
+            output = None
+    return output, drive

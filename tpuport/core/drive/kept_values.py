@@ -55,11 +55,6 @@ class Kept:
         """The value, with tensors of its own; of shapes alone, zeros on the host."""
         return _Giving(self.settled().tensors, place).value(self.plain)
 
-    @property
-    def shape(self) -> Kept:
-        """The shapes and dtypes alone."""
-        return Kept(self.plain, tuple(tensor.to("meta") for tensor in self.tensors))
-
     def settled(self) -> Kept:
         """With the tensors on the devices that somebody reads; of others, shapes."""
         tensors = list(self.tensors)

@@ -171,12 +171,7 @@ class PipelineFolder:
                 f"{self._index} names the pipeline {name}, which diffusers {version} "
                 f"has not; {hint}"
             )
-        missing = needs_of(found)
-        if missing:
-            raise WeightsError(
-                f"{self.reference}: {name} needs a package that is not installed: pip "
-                f"install {' '.join(missing)}"
-            )
+        self._check_there(needs_of(found))
         kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
         concrete = inspect.isclass(found) and found not in kinds
         if not concrete or not issubclass(found, kinds):
@@ -248,7 +243,9 @@ class PipelineFolder:
             prompt = {"prompt": ""} if "prompt" in self.parameters else {}
             chosen = self.blocks.get_execution_blocks(**{**prompt, **arguments})
             classes = [type(block) for block in _all_blocks(chosen)]
-        missing = absent_packages(classes)
+        self._check_there(absent_packages(classes))
+
+    def _check_there(self, missing: Sequence[str]) -> None:
         if missing:
             raise WeightsError(
                 f"{self.class_name} needs a package that is not installed: pip install "
@@ -474,28 +471,31 @@ class PipelineFolder:
     def _check_tensors(self, name: str, component: torch.nn.Module) -> None:
         for path, tensor in component.state_dict().items():
             if tensor.is_meta:
-                raise WeightsError(
-                    f"{self.reference}: {name}/ has no weight {path}, which "
-                    f"{type(component).__name__} needs"
-                )
+                raise self._no_weight(name, path, type(component))
             if tensor.is_floating_point() and not all_finite(tensor):
                 raise damaged(
                     f"{self.reference}: {name}: {path} holds NaN or infinite values",
                     "the folder",
                 )
 
+    def _no_weight(self, name: str, path: str, kind: type) -> WeightsError:
+        return WeightsError(
+            f"{self.reference}: {name}/ has no weight {path}, which {kind.__name__} "
+            "needs"
+        )
+
     def _loaded(self, dtype: torch.dtype) -> Any:
-        if self.blocks is None:
-            cls: Any = self.pipeline_class
-            how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}
-            for name, (library, class_name) in self.components().items():
-                found = self.component_class(name, library, class_name)
-                own = reads_otherwise(found, self.folder / name)
-                if own or _of_transformers(found):
-                    how[name] = self.part(name, dtype)
-            return cls.from_pretrained(self.folder, local_files_only=True, **how)
-        parts = {name: self.part(name, dtype) for name in self.components()}
-        return self.put_together(parts)
+        if self.blocks is not None:
+            parts = {name: self.part(name, dtype) for name in self.components()}
+            return self.put_together(parts)
+        how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}
+        for name, named in self.components().items():
+            found = self.component_class(name, *named)
+            if reads_otherwise(found, self.folder / name) or _of_transformers(found):
+                how[name] = self.part(name, dtype)
+        return self.pipeline_class.from_pretrained(
+            self.folder, local_files_only=True, **how
+        )
 
     def part(self, name: str, dtype: torch.dtype) -> Any:
         """One component as upstream reads it, with its weights if it has some."""
@@ -512,10 +512,7 @@ class PipelineFolder:
             place, local_files_only=True, output_loading_info=True, **how
         )
         for missing in sorted(told["missing_keys"]):
-            raise WeightsError(
-                f"{self.reference}: {name}/ has no weight {missing}, which "
-                f"{found.__name__} needs"
-            )
+            raise self._no_weight(name, missing, found)
         return made
 
 

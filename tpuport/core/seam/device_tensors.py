@@ -2,8 +2,8 @@
 
 A cache of frames goes from one call of a decoder to the next: upstream's loop hands
 the cache on and reads nothing. Such a tensor is never copied to the host. A call may
-also wait until its result is read; see ``pairs.py``. Arithmetic on a tensor may be left
-to the devices; see ``arithmetic.py``.
+also wait until its result is read; see ``program_runs.py``. Arithmetic on a tensor may
+be left to the devices; see ``arithmetic.py``.
 """
 
 from __future__ import annotations
@@ -204,15 +204,12 @@ class DeviceTensor(torch.Tensor):
 
     Args:
         shape, dtype, strides: of the tensor.
+        value: what the devices have, or will.
         read: makes the tensor on the host from the array.
-        array: on the devices; ``None`` while the call waits.
-        run: makes the call that waits, which ends in :meth:`Value.answered`.
-        value: in place of ``array`` and ``run``.
         arithmetic: computes operators; by default the host does.
         view_of: the tensor that this is a view of, and how.
 
     Attributes:
-        value: what the devices have, or will.
         writes: how often the devices wrote to the tensor.
         path: how it is a view of the first of its family.
     """
@@ -231,11 +228,9 @@ class DeviceTensor(torch.Tensor):
         cls: Any,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        value: Value,
         *,
         read: Callable[[Any], torch.Tensor],
-        array: Any = None,
-        run: Callable[[], None] = lambda: None,
-        value: Value | None = None,
         strides: tuple[int, ...] | None = None,
         arithmetic: Computing | None = None,
         view_of: tuple[DeviceTensor, View] | None = None,
@@ -243,8 +238,8 @@ class DeviceTensor(torch.Tensor):
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device="cpu"
         )
-        made.value = value or Value(array, run, waits=array is None)
-        made.arithmetic, made._read, made._asked = arithmetic, read, []
+        made.value, made.arithmetic = value, arithmetic
+        made._read, made._asked = read, []
         made._host, made.writes, made.path = None, 0, ()
         if view_of is None:
             with torch._C.DisableTorchFunctionSubclass():

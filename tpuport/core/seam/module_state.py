@@ -138,13 +138,16 @@ class Attributes:
     @contextlib.contextmanager
     def held(
         self, form: Form, tensors: Iterator[Any], containers: list[Any]
-    ) -> Iterator[Written]:
+    ) -> Iterator[dict[str, dict[str, Any]]]:
         """The attributes of ``form`` stand while a program is traced.
 
         The old attributes are put back on exit, and the old hooks: a hook that every
         trace adds would collect twice. Plain objects keep no tensors of the trace, such
-        as rotary tables. The result tells which attributes were assigned. The lists,
-        dicts and objects in the attributes are added to ``containers``.
+        as rotary tables. The lists, dicts and objects in the attributes are added to
+        ``containers``.
+
+        Yields:
+            the attributes that were assigned, by module and name, once the block ends.
         """
         modules = dict(self._module.named_modules())
         saved = {path: dict(vars(module)) for path, module in modules.items()}
@@ -152,7 +155,7 @@ class Attributes:
         hooks = {path: [*m._forward_hooks.items()] for path, m in modules.items()}
         given: Mapping[str, Mapping[str, Any]]
         given, _ = put_together(form, tensors, containers)
-        written = Written({})
+        written: dict[str, dict[str, Any]] = {}
         try:
             for path, values in given.items():
                 _assign(modules[path].__dict__, values)
@@ -166,7 +169,7 @@ class Attributes:
                     and (name not in before or before[name] is not value)
                 }
                 if changed:
-                    written.values[path] = changed
+                    written[path] = changed
         finally:
             for value, before in plain:
                 _take_back(value, before)
@@ -185,13 +188,6 @@ class Attributes:
         modules = dict(self._module.named_modules())
         for path, changed in values.items():
             modules[path].__dict__.update(changed)
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Attributes that a traced forward has set, by module and name."""
-
-    values: dict[str, dict[str, Any]]
 
 
 @contextlib.contextmanager

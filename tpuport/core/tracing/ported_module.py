@@ -176,6 +176,11 @@ class PortedModule:
         tensors.update(self.module.named_buffers(remove_duplicate=False))
         return tensors
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint holds, by name."""
+        tensors = self.tensors()
+        return {name: tensors[name] for name in self.names.stored}
+
     def leading(self, array: str) -> tuple[int, ...]:
         """The dims of an array in front of the dims of its tensors."""
         count = len(self.arrays[array])
