@@ -193,9 +193,10 @@ def test_a_made_up_patch_of_nothing_is_named_with_its_target() -> None:
     with pytest.raises(PatchError) as caught, applied([patch]):
         raise AssertionError("the block ran")
     assert str(caught.value) == (
-        "patch 'made-up': target torch.nn.functional:layer_nrom does not exist, module "
-        "torch.nn.functional has no 'layer_nrom'; the patch must be adapted to the "
-        "installed version (written for torch>=2) or removed"
+        "patch 'made-up': target torch.nn.functional:layer_nrom does not exist, "
+        "AttributeError: module 'torch.nn.functional' has no attribute 'layer_nrom'; "
+        "the patch must be adapted to the installed version (written for torch>=2) or "
+        "removed"
     )
 
 

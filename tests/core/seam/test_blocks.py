@@ -143,7 +143,7 @@ CASES = {
 def test_runs_of_alike_blocks_are_found(name: str) -> None:
     blocks, expected = CASES[name]
     model = Model(list(blocks))
-    found = [(s.first, s.count, s.period) for s in alike_blocks(model)]
+    found = [(s.first, len(s.blocks), s.period) for s in alike_blocks(model)]
     assert found == expected
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     ported = tpuport.port(model)
@@ -202,7 +202,7 @@ def test_turns_that_are_no_scan_become_runs(
     assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-5)
     (entry,) = seam_of(ported).entries.values()
     assert entry._blocks is not None
-    assert [(s.first, s.count) for s in entry._blocks] == [(0, 2), (3, 2)]
+    assert [(s.first, len(s.blocks)) for s in entry._blocks] == [(0, 2), (3, 2)]
 
 
 class Widening(torch.nn.Module):
@@ -240,4 +240,4 @@ def test_a_first_block_that_widens_the_dtype_is_left_out_of_the_stack(
     (entry,) = seam_of(ported).entries.values()
     assert entry._blocks is not None
     (stack,) = entry._blocks
-    assert (stack.first, stack.count) == (1, 3)
+    assert (stack.first, len(stack.blocks)) == (1, 3)

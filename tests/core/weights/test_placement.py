@@ -19,6 +19,7 @@ from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import placement
 from tpuport.core.weights.placement import abstract_weights, place_weights
@@ -37,7 +38,8 @@ def planned(
     module: Tower, rules: tuple[ShardRule, ...] = RULES
 ) -> tuple[PortedModule, ShardingPlan, Any]:
     mesh = build_mesh(MeshSpec(dp=1, tp=2))
-    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"), ("blocks",))
+    stack = Stack("blocks", 0, tuple(module.blocks))
+    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"), (stack,))
     stored = dict(module.state_dict())
     plan = plan_sharding(rules, stored, dict(mesh.shape), component="tower")
     return ported, plan, mesh

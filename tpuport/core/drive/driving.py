@@ -20,18 +20,10 @@ from tpuport.core.drive.step_caches import StepCaches
 from tpuport.core.drive.tape import Recorded, StageEnd, Tape
 from tpuport.core.enums import Backend, StageName, denoises
 from tpuport.core.reports import Reporter, StageReport
-from tpuport.core.seam.journal import Asked, Called, Journal
+from tpuport.core.seam.journal import Asked, Journal
 from tpuport.core.seam.standing import Standing, Stepping, is_ported
 
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
-
-
-def _made(stage: StageName, name: str, run: Callable[[], Any]) -> Any:
-    return run()
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(eq=False)
@@ -55,9 +47,11 @@ class Drive:
     backend: Backend
     tape: Tape | None = None
     before_live: Callable[[str], None] = lambda name: None
-    around: Callable[[StageName, str, Callable[[], Any]], Any] = _made
+    around: Callable[[StageName, str, Callable[[], Any]], Any] = (
+        lambda stage, name, run: run()
+    )
     caches: StepCaches | None = None
-    on_step: Callable[[], None] = _nothing
+    on_step: Callable[[], None] = lambda: None
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
     stage: StageName | None = None
@@ -203,7 +197,7 @@ class Drive:
         calls = [c for c in self.journal.calls if c.started >= self._since]
         made = tuple(c.compiled for c in calls if c.compiled is not None)
         ends = self.steps[self._again :] if stage == StageName.DENOISE else []
-        compiled = [_end(call) for call in calls if call.compiled is not None]
+        compiled = [c.started + c.seconds for c in calls if c.compiled is not None]
         # The first step, and a step that compiled, are no steady ones.
         steady = [
             end - begin
@@ -220,10 +214,6 @@ class Drive:
             steady_calls=len(steady),
             steady_seconds=sum(steady),
         )
-
-
-def _end(call: Called) -> float:
-    return call.started + call.seconds
 
 
 @contextlib.contextmanager

@@ -226,10 +226,6 @@ class Arithmetic(Between):
         Raises:
             HostError: the host must compute it.
         """
-        with self._lock:
-            return self._recorded(operator, args, kwargs)
-
-    def _recorded(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if _is_composite(operator):
             # In inference mode torch leaves it to us to take an operator apart.
             return operator.decompose(*args, **kwargs)
@@ -241,13 +237,14 @@ class Arithmetic(Between):
                 self.record(aten.select.int, (x, dim, index), {})
                 for index in range(x.size(dim))
             ]
-        if operator._schema.is_mutable:
-            return self._write(operator, args, kwargs)
-        node = self._node(operator, args, kwargs)
-        view_of = None
-        if operator.is_view:
-            view_of = args[0], View(operator, tuple(args[1:]), kwargs)
-        return self._tensor(node, view_of)
+        with self._lock:
+            if operator._schema.is_mutable:
+                return self._write(operator, args, kwargs)
+            node = self._node(operator, args, kwargs)
+            view_of = None
+            if operator.is_view:
+                view_of = args[0], View(operator, tuple(args[1:]), kwargs)
+            return self._tensor(node, view_of)
 
     def _split(self, x: Any, size: Any, dim: int = 0) -> list[Any]:
         length, at, found = x.size(dim), 0, []
@@ -325,7 +322,7 @@ class Arithmetic(Between):
             node,
             read=self._reader(operation.dtype),
             strides=operation.strides,
-            arithmetic=self,
+            arithmetic=self.record,
             view_of=view_of,
         )
         self._wanted(node, made)
@@ -344,7 +341,7 @@ class Arithmetic(Between):
             value,
             read=self._reader(tensor.dtype),
             strides=tensor.stride(),
-            arithmetic=self,
+            arithmetic=self.record,
         )
         made.family.host, made.family.seen = tensor, version(tensor)
         return made
@@ -358,20 +355,17 @@ class Arithmetic(Between):
             everything: also what is computed from a call that waits for a second one.
         """
         with self._lock:
-            self._computed(everything=everything)
-
-    def _computed(self, *, everything: bool) -> None:
-        found = [one for ref in self._waiting if (one := ref()) is not None]
-        held = [one for one in found if one.held]
-        nodes = _needed(held)
-        late: set[int] = set()
-        for node in () if everything else nodes:
-            if any(p.waits or id(p) in late for p in node.parts):
-                late.add(id(node))
-        now = [one for one in held if id(one) not in late]
-        if now:
-            self._compute(_needed(now) if late else nodes, now)
-        self._waiting = [weakref.ref(one) for one in held if id(one) in late]
+            found = [one for ref in self._waiting if (one := ref()) is not None]
+            held = [one for one in found if one.held]
+            nodes = _needed(held)
+            late: set[int] = set()
+            for node in () if everything else nodes:
+                if any(p.waits or id(p) in late for p in node.parts):
+                    late.add(id(node))
+            now = [one for one in held if id(one) not in late]
+            if now:
+                self._compute(_needed(now) if late else nodes, now)
+            self._waiting = [weakref.ref(one) for one in held if id(one) in late]
 
     def step(self) -> Callable[[], None] | None:
         """Compute everything at the end of a step.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tpuport.core.seam.module_state import OWN_ATTRIBUTES
-from tpuport.core.tracing.block_stacks import StackedBlocks, find_stacks, tensors_of
+from tpuport.core.tracing.block_stacks import Stack, tensors_of
 
 #: A list of blocks becomes one scan if the list holds this share of the elements.
 SMALLEST_SHARE = 0.05
@@ -22,9 +22,7 @@ SMALLEST_SHARE = 0.05
 NUMBERS = frozenset({"layer_idx"})
 
 
-def alike_blocks(
-    module: torch.nn.Module, turns: bool = True
-) -> tuple[StackedBlocks, ...]:
+def alike_blocks(module: torch.nn.Module, turns: bool = True) -> tuple[Stack, ...]:
     """The lists of structurally identical blocks in ``module``, outermost first.
 
     Every run of alike blocks of a list is a stack, and so are kinds of blocks that take
@@ -32,20 +30,20 @@ def alike_blocks(
     Without ``turns`` there are only runs.
     """
     total = sum(parameter.numel() for parameter in module.parameters())
-    found: list[StackedBlocks] = []
+    found: list[Stack] = []
     differ = NUMBERS | _unread(module)
     for path, blocks in module.named_modules():
         inside = any(path.startswith(f"{stack.path}.") for stack in found)
         if inside or not isinstance(blocks, torch.nn.ModuleList):
             continue
-        runs = _runs(_kinds(list(blocks), differ), turns)
-        alike = [block for first, count, _ in runs for block in blocks[first:][:count]]
-        held = sum(p.numel() for block in alike for p in block.parameters())
-        if held >= SMALLEST_SHARE * total:
-            found += (
-                StackedBlocks(path=path, first=first, count=count, period=period)
-                for first, count, period in runs
-            )
+        every, stacks = tuple(blocks), list[Stack]()
+        for first, count, period in _runs(_kinds(every, differ), turns):
+            alike = every[first:][:count]
+            if all(map(tensors_of, alike[:period])):
+                stacks.append(Stack(path, first, alike, period))
+        tensors = [p for one in stacks for b in one.blocks for p in b.parameters()]
+        if sum(p.numel() for p in tensors) >= SMALLEST_SHARE * total:
+            found += stacks
     return tuple(found)
 
 
@@ -96,27 +94,20 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def usable_stacks(
-    module: torch.nn.Module,
-    blocks: Sequence[StackedBlocks],
-    tied: Mapping[str, str],
-) -> tuple[StackedBlocks, ...]:
+    blocks: Sequence[Stack], tied: Mapping[str, str]
+) -> tuple[Stack, ...]:
     """Those of ``blocks`` that share no tensor, which one array per name would part."""
     shared = {*tied, *tied.values()}
     return tuple(
         one
         for one in blocks
-        if shared.isdisjoint(
-            member
-            for stack in find_stacks(module, [one])
-            for tensor in stack.tensors
-            for member in stack.members(tensor)
-        )
+        if shared.isdisjoint(itertools.chain(*one.arrays().values()))
     )
 
 
 def without(
-    module: torch.nn.Module, stacks: tuple[StackedBlocks, ...], path: str
-) -> tuple[StackedBlocks, ...]:
+    module: torch.nn.Module, stacks: tuple[Stack, ...], path: str
+) -> tuple[Stack, ...]:
     """Fewer ``stacks``, after those of ``path`` were refused.
 
     Kinds of blocks that take turns become runs of alike blocks. Runs leave out their
@@ -128,8 +119,8 @@ def without(
     if any(one.period > 1 for one in refused):
         runs = alike_blocks(module, turns=False)
         return (*others, *(one for one in runs if one.path == path))
-    first = [one for one in refused if one.first == 0 and one.count > 2]
-    return (*others, *(replace(one, first=1, count=one.count - 1) for one in first))
+    first = [one for one in refused if one.first == 0 and len(one.blocks) > 2]
+    return (*others, *(Stack(one.path, 1, one.blocks[1:]) for one in first))
 
 
 def _kinds(

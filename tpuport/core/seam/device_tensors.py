@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -99,19 +99,15 @@ class Value:
         return self.array
 
 
-class Computing(Protocol):
-    """What computes operators on the devices."""
+Records = Callable[[Any, Any, Any], Any]
+"""Gives the result of an operator on its arguments, to be computed on the devices.
 
-    def record(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator, to be computed later.
-
-        Raises:
-            HostError: the host must compute it.
-        """
+Raises :class:`HostError` if the host must compute it.
+"""
 
 
 class _Recording(threading.local):
-    by: Computing | None = None
+    by: Records | None = None
 
 
 _recording = _Recording()
@@ -206,7 +202,7 @@ class DeviceTensor(torch.Tensor):
         shape, dtype, strides: of the tensor.
         value: what the devices have, or will.
         read: makes the tensor on the host from the array.
-        arithmetic: computes operators; by default the host does.
+        arithmetic: records operators; by default the host computes.
         view_of: the tensor that this is a view of, and how.
 
     Attributes:
@@ -218,7 +214,7 @@ class DeviceTensor(torch.Tensor):
     writes: int
     path: tuple[View, ...]
     family: Family
-    arithmetic: Computing | None
+    arithmetic: Records | None
     _host: torch.Tensor | None
     _read: Callable[[Any], torch.Tensor]
     _asked: list[None]
@@ -232,7 +228,7 @@ class DeviceTensor(torch.Tensor):
         *,
         read: Callable[[Any], torch.Tensor],
         strides: tuple[int, ...] | None = None,
-        arithmetic: Computing | None = None,
+        arithmetic: Records | None = None,
         view_of: tuple[DeviceTensor, View] | None = None,
     ) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
@@ -353,7 +349,7 @@ class DeviceTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if _recording.by is not None:
-            return _recording.by.record(func, args, kwargs or {})
+            return _recording.by(func, args, kwargs or {})
         args, kwargs = tree_map_only(cls, cls.on_host, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -372,9 +368,9 @@ class DeviceTensor(torch.Tensor):
         return self.on_host().__reduce_ex__(protocol)
 
 
-def _computing(given: Any) -> Computing | None:
+def _computing(given: Any) -> Records | None:
     """What computes on tensors; ``None`` where the host does."""
-    found: Computing | None = None
+    found: Records | None = None
     waiting = [given]
     while waiting:
         one = waiting.pop()

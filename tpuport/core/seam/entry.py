@@ -375,7 +375,8 @@ class Entry(ProgramRuns):
                 if split.told:
                     self._journal.reporter.say(f"{self.name}: {split.told}")
             call.__name__ = self.name.replace(".", "_")
-            traced = self._jitted(call).trace(self._structs, structs)
+            jitted = self._devices.jitted(call, self._stages())
+            traced = jitted.trace(self._structs, structs)
         return Program(
             call=call,
             traced=traced,

@@ -18,7 +18,7 @@ from tpuport.core.seam.devices import Devices
 from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.target import Claim, Target
-from tpuport.core.tracing.block_stacks import StackedBlocks
+from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.patching import PatchStatus
 from tpuport.core.tracing.ported_module import PortedModule
@@ -72,7 +72,7 @@ class ModuleWeights:
         self._tensors: tuple[Any, ...] = ()
         self._kinds: tuple[Any, ...] = ()
         self._weights: Mapping[str, jax.Array] | None = None
-        self._blocks: tuple[StackedBlocks, ...] | None = None
+        self._blocks: tuple[Stack, ...] | None = None
         self._ported: PortedModule | None = None
         self._claim: Claim | None = None
         self._structs: Mapping[str, Any] = {}
@@ -110,12 +110,12 @@ class ModuleWeights:
     def _port(self) -> PortedModule:
         if self._ported is None:
             self._claim = self._fitting()
-            stacked: tuple[StackedBlocks, ...] = ()
+            stacked: tuple[Stack, ...] = ()
             # In space none: a kernel in a scan copies its pictures in and out.
             if not self.target.splits_space(self.name):
                 names = PortedModule(self.module, self._runtime()).names
                 alike = alike_blocks(self.module)
-                stacked = usable_stacks(self.module, alike, names.tied)
+                stacked = usable_stacks(alike, names.tied)
             self._rebuild(stacked)
         assert self._ported is not None
         return self._ported
@@ -160,7 +160,7 @@ class ModuleWeights:
         halves = {torch.bfloat16, torch.float16}
         return self.target.runtime(self.name, exact=not floats & halves)
 
-    def _rebuild(self, blocks: tuple[StackedBlocks, ...]) -> None:
+    def _rebuild(self, blocks: tuple[Stack, ...]) -> None:
         """Take ``blocks`` as the stacks; programs with other stacks are gone."""
         self._blocks = blocks
         self._forget()

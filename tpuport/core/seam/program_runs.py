@@ -155,7 +155,7 @@ class ProgramRuns(ModuleWeights):
                     dtype,
                     Value(array, self.settle, waits=array is None),
                     read=functools.partial(self._read, shape, dtype),
-                    arithmetic=None if on_host else self._arithmetic,
+                    arithmetic=None if on_host else self._arithmetic.record,
                 )
             )
         return found
@@ -281,7 +281,9 @@ class ProgramRuns(ModuleWeights):
             both = together(program.call, differ, self._free_axis(program))
             first = list(program.inputs)
             second = [one for one, own in zip(first, differ, strict=True) if own]
-            jitted = self._jitted(both, out_shardings=self.target.replicated)
+            jitted = self._devices.jitted(
+                both, self._stages(), out_shardings=self.target.replicated
+            )
             try:
                 traced = jitted.trace(self._structs, first, second)
             except Exception as error:
@@ -308,9 +310,6 @@ class ProgramRuns(ModuleWeights):
         if self.plan is not None and self.plan.held:
             stages.append(GATHERS)
         return stages
-
-    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
-        return self._devices.jitted(function, self._stages(), **options)
 
 
 def together(

@@ -17,7 +17,6 @@ alike that were all there before the first block ran: a text of each block's own
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
-from tpuport.core.tracing.block_trace import TracedBlock, Unscannable, same
+from tpuport.core.tracing.block_trace import BlockCall, TracedBlock, Unscannable, same
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
 
 #: Blocks, at most, that one call of a module calls in another way than those before, or
@@ -56,11 +55,11 @@ def scanned(
             hand their state on.
     """
     replacements: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
-    for _, turns in itertools.groupby(stacks, lambda s: (s.path, s.first - s.turn)):
-        runner = _Runner(tuple(turns), weights, env, gathered)
+    for stack in stacks:
+        runner = _Runner(stack, weights, env, gathered)
         replacements += [
             (block, runner.forward_of(index, block))
-            for index, block in enumerate(runner.blocks())
+            for index, block in enumerate(stack.blocks)
         ]
     with forwards_replaced(replacements):
         yield
@@ -71,10 +70,10 @@ def slices(
 ) -> dict[str, torch.Tensor]:
     """The tensors of each block by their own names, cut out when they are read."""
     found: dict[str, torch.Tensor] = {}
-    for tensor in stack.tensors:
-        whole = weights[stack.name(tensor)]
+    for array, members in stack.arrays().items():
+        whole = weights[array]
         struct = jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
-        for index, name in enumerate(stack.members(tensor)):
+        for index, name in enumerate(members):
 
             def read(whole: jax.Array = whole, index: int = index) -> jax.Array:
                 return jax.lax.index_in_dim(whole, index, keepdims=False)
@@ -85,52 +84,38 @@ def slices(
 
 @dataclass(eq=False)
 class _Runner:
-    """The blocks of stacks that take turns, during one call of the module."""
+    """The blocks of a stack, during one call of the module."""
 
-    turns: tuple[Stack, ...]
+    stack: Stack
     weights: Mapping[str, jax.Array]
     env: Any
     gathered: Mapping[str, jax.sharding.NamedSharding]
     chain: _Chain | None = None
     breaks: int = 0
 
-    @property
-    def count(self) -> int:
-        """The number of blocks."""
-        return len(self.turns) * len(self.turns[0].blocks)
-
-    def blocks(self) -> Iterator[torch.nn.Module]:
-        """The blocks, in the order of the list."""
-        for together in zip(*(stack.blocks for stack in self.turns), strict=True):
-            yield from together
-
-    def name(self, index: int) -> str:
-        """The dotted name of a block."""
-        return f"{self.turns[0].path}.{self.turns[0].first + index}"
-
     def turn(self, index: int) -> int:
-        """Of which stack a block is."""
-        return index % len(self.turns)
+        """Of which kind a block is."""
+        return index % self.stack.period
 
     def arrays(self, turn: int) -> dict[str, jax.Array]:
-        """The weights of one stack, by tensor."""
-        stack = self.turns[turn]
-        return {tensor: self.weights[stack.name(tensor)] for tensor in stack.tensors}
+        """The weights of one kind of block, by tensor."""
+        names = self.stack.names(turn)
+        return {tensor: self.weights[name] for tensor, name in names.items()}
 
-    def traced(self, index: int, call: _Call, **state: Any) -> TracedBlock:
-        """A block's call, traced for all blocks of the stack."""
-        stack = self.turns[self.turn(index)]
-        names = {tensor: stack.name(tensor) for tensor in stack.tensors}
-        gathered = {t: self.gathered[n] for t, n in names.items() if n in self.gathered}
+    def traced(self, index: int, call: BlockCall, **state: Any) -> TracedBlock:
+        """A block's call, traced for all blocks of its kind."""
+        names = self.stack.names(self.turn(index))
         try:
             return TracedBlock(
-                block=stack.blocks[index // len(self.turns)],
-                forward=call.forward,
+                block=self.stack.blocks[index],
+                call=call,
                 weights=self.arrays(self.turn(index)),
-                gathered=gathered,
+                gathered={
+                    tensor: self.gathered[name]
+                    for tensor, name in names.items()
+                    if name in self.gathered
+                },
                 env=self.env,
-                leaves=call.leaves,
-                tree=call.tree,
                 **state,
             )
         except Unscannable as error:
@@ -140,7 +125,7 @@ class _Runner:
         original = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(original, *torch_pytree.tree_flatten((args, kwargs)))
+            call = BlockCall(original, *torch_pytree.tree_flatten((args, kwargs)))
             chain = self.chain
             # A loop may end early, and the next loop starts at the first block again. A
             # loop that starts later belongs to a forward from a captured state.
@@ -160,17 +145,8 @@ class _Runner:
         return forward
 
     def error(self, index: int, problem: str) -> StackError:
-        text = f"stacked blocks: {self.name(index)} {problem}"
-        return StackError(self.turns[0].path, text)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a block: its own forward, and the arguments, flattened."""
-
-    forward: Callable[..., Any]
-    leaves: list[Any]
-    tree: Any
+        text = f"stacked blocks: {self.stack.name(index)} {problem}"
+        return StackError(self.stack.path, text)
 
 
 @dataclass(eq=False)
@@ -192,7 +168,7 @@ class _Chain:
 
     runner: _Runner
     start: int
-    first: _Call
+    first: BlockCall
     last: int = -1
     traced: dict[int, TracedBlock] = field(default_factory=dict)
     starts: dict[int, list[Any]] = field(default_factory=dict)
@@ -208,9 +184,9 @@ class _Chain:
     @property
     def done(self) -> bool:
         """Whether the last block of the stack was called."""
-        return self.last == self.runner.count - 1
+        return self.last == len(self.runner.stack.blocks) - 1
 
-    def add(self, index: int, call: _Call) -> None:
+    def add(self, index: int, call: BlockCall) -> None:
         """Note the call of the next block.
 
         Raises:
@@ -218,7 +194,7 @@ class _Chain:
                 block before and the same arguments otherwise.
         """
         if index != self.last + 1:
-            before = self.runner.name(self.last)
+            before = self.runner.stack.name(self.last)
             raise self.runner.error(index, f"runs after {before}")
         state = self._state(index, call)
         known = self.traced.get(self.runner.turn(index))
@@ -281,10 +257,10 @@ class _Chain:
 
     def _advance(self, start: int, stop: int, arrays: list[Any]) -> list[Any]:
         """The arguments of block ``stop`` from those of block ``start``."""
-        rounds = (stop - start) // len(self.runner.turns)
+        rounds = (stop - start) // self.runner.stack.period
         if rounds:
             arrays = self._scan(start, rounds, arrays)
-        for index in range(start + rounds * len(self.runner.turns), stop):
+        for index in range(start + rounds * self.runner.stack.period, stop):
             arrays = self._at(index + 1).given(self._block(index, arrays))
             arrays = self._owned(index + 1, arrays)
         return arrays
@@ -300,7 +276,7 @@ class _Chain:
         state = traced.state
         assert state is not None
         slots = [traced.slot[place] for place in state]
-        turns = len(self.runner.turns)
+        turns = self.runner.stack.period
         indices = range(start, start + turns)
 
         def step(
@@ -336,7 +312,7 @@ class _Chain:
         stop = start + rounds * turns
         own = [self._stacked(range(index, stop, turns)) for index in indices]
         values = [arrays[slot] for slot in slots]
-        if rounds * turns == self.runner.count:
+        if rounds * turns == len(self.runner.stack.blocks):
             values, _ = jax.lax.scan(
                 lambda v, given: (step(v, *given), None), values, (weights, own)
             )
@@ -360,14 +336,14 @@ class _Chain:
 
     def _block(self, index: int, arrays: list[Any]) -> list[Any]:
         """One block on its weights."""
-        turns = len(self.runner.turns)
+        turns = self.runner.stack.period
         layer = {
             name: jax.lax.index_in_dim(whole, index // turns, keepdims=False)
             for name, whole in self.runner.arrays(self.runner.turn(index)).items()
         }
         return self._at(index)(layer, arrays)
 
-    def _state(self, index: int, call: _Call) -> dict[int, int]:
+    def _state(self, index: int, call: BlockCall) -> dict[int, int]:
         """Position among the arguments -> output of the block before; may be empty."""
         state: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
@@ -379,7 +355,7 @@ class _Chain:
         return state
 
     def _check(
-        self, index: int, call: _Call, state: dict[int, int], known: TracedBlock
+        self, index: int, call: BlockCall, state: dict[int, int], known: TracedBlock
     ) -> dict[int, jax.Array]:
         """By slot, the arrays that the first block of this turn got others of.
 
@@ -387,10 +363,10 @@ class _Chain:
             StackError: the call is not like the first one of this turn.
         """
         own: dict[int, jax.Array] = {}
-        if call.tree != known.tree or len(call.leaves) != len(known.leaves):
+        if call.tree != known.call.tree or len(call.leaves) != len(known.call.leaves):
             raise self.runner.error(index, "is called with other arguments")
         for position, leaf in enumerate(call.leaves):
-            if position in state or same(leaf, known.leaves[position]):
+            if position in state or same(leaf, known.call.leaves[position]):
                 continue
             array = known.alike(position, leaf)
             # What is made from the result of a block is there too late for its scan.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,74 +31,45 @@ class StackError(PluginError):
         self.path = path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StackedBlocks:
+@dataclass(frozen=True, slots=True)
+class Stack:
     """Blocks of a list that are alike, or some kinds of blocks that take turns.
 
     Attributes:
         path: dotted name of the ``ModuleList``.
-        first: the first stacked block.
-        count: the number of stacked blocks, a multiple of the period.
+        first: the place of the first stacked block in the list.
+        blocks: two or more of each kind; each kind has tensors.
         period: a block is like the block so many places before.
-    """
-
-    path: str
-    first: int = 0
-    count: int
-    period: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Identical blocks of one list of a module; two or more.
-
-    Attributes:
-        path: dotted name of the list.
-        first: index of the first stacked block in the list.
-        blocks: the modules.
-        tensors: names of a block's parameters and buffers, within the block.
-        period: the blocks are so many places apart: stacks of other blocks take turns
-            with this one.
-        turn: which of these stacks this one is.
     """
 
     path: str
     first: int
     blocks: tuple[torch.nn.Module, ...]
-    tensors: tuple[str, ...]
     period: int = 1
-    turn: int = 0
 
-    def name(self, tensor: str) -> str:
-        """The name of the array that holds ``tensor`` of all blocks."""
-        return f"{self.path}.{self.first or ''}*.{tensor}"
-
-    def members(self, tensor: str) -> tuple[str, ...]:
-        """The names that ``tensor`` has in the module, one per block."""
-        blocks = range(len(self.blocks))
-        return tuple(f"{self.block_name(index)}.{tensor}" for index in blocks)
-
-    def block_name(self, index: int) -> str:
+    def name(self, index: int) -> str:
         """The dotted name of one of ``blocks``."""
-        return f"{self.path}.{self.first + index * self.period}"
+        return f"{self.path}.{self.first + index}"
 
+    def names(self, turn: int) -> dict[str, str]:
+        """The tensors of a kind of block -> the arrays that hold those of all blocks.
 
-def find_stacks(
-    module: torch.nn.Module, stacked: Iterable[StackedBlocks]
-) -> tuple[Stack, ...]:
-    """The stacks of ``module``, which may be on the meta device."""
-    return tuple(stack for one in stacked for stack in _turns(module, one))
+        Args:
+            turn: the first block of the kind.
+        """
+        start = f"{self.path}.{self.first + turn or ''}*"
+        return {tensor: f"{start}.{tensor}" for tensor in tensors_of(self.blocks[turn])}
 
-
-def _turns(module: torch.nn.Module, one: StackedBlocks) -> Iterator[Stack]:
-    """The stacks that take turns; none if a kind of block holds no tensors."""
-    found: Any = module.get_submodule(one.path)
-    blocks = tuple(found)[one.first :][: one.count]
-    names = [tuple(tensors_of(block)) for block in blocks[: one.period]]
-    if all(names):
-        for turn, tensors in enumerate(names):
-            alike, first = blocks[turn :: one.period], one.first + turn
-            yield Stack(one.path, first, alike, tensors, one.period, turn)
+    def arrays(self) -> dict[str, tuple[str, ...]]:
+        """The names of the arrays -> the names of the tensors in them, by block."""
+        return {
+            array: tuple(
+                f"{self.name(index)}.{tensor}"
+                for index in range(turn, len(self.blocks), self.period)
+            )
+            for turn in range(self.period)
+            for tensor, array in self.names(turn).items()
+        }
 
 
 def tensors_of(block: torch.nn.Module) -> dict[str, torch.Tensor]:
