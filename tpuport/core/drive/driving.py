@@ -63,6 +63,11 @@ class Drive:
     _stepped: bool = False
     _under_way: Callable[[], None] | None = None
 
+    def __post_init__(self) -> None:
+        if self.tape is not None:
+            self.tape.caches = self.caches
+            self.tape.place = self.journal.between.of_host
+
     @property
     def _reporter(self) -> Reporter:
         return self.journal.reporter
@@ -218,16 +223,21 @@ class Drive:
 
 @contextlib.contextmanager
 def driving(
-    pipeline: Any, journal: Journal, backend: Backend, tape: Tape | None = None
+    pipeline: Any,
+    journal: Journal,
+    backend: Backend,
+    tape: Tape | None = None,
+    **how: Any,
 ) -> Iterator[Drive]:
     """Watch the calls of ``pipeline`` in this block.
 
     Args:
         journal: of its seam; of an upstream pipeline that is not ported, a new one.
         tape: answers what was recorded, and records the rest.
+        how: other fields of the drive.
     """
     scheduler = pipeline.components.get("scheduler")
-    drive = Drive(scheduler, journal, backend, tape)
+    drive = Drive(scheduler, journal, backend, tape, **how)
     on_host = {
         name: component
         for name, component in pipeline.components.items()
@@ -318,29 +328,17 @@ def called(
     journal: Journal,
     backend: Backend,
     tape: Tape | None = None,
-    before_live: Callable[[str], None] = lambda name: None,
-    around: Callable[[StageName, str, Callable[[], Any]], Any] | None = None,
-    caches: StepCaches | None = None,
+    **how: Any,
 ) -> tuple[Any, Drive]:
     """What upstream returns, and what happened.
 
     Args:
-        journal: of the pipeline's seam; of one that is not ported, a new one.
-        before_live: told the name of a call that is not given back.
-        around: makes such a call, to look at it.
-        caches: the step cache of the run, in place.
+        journal, tape, how: as of :func:`driving`; a step cache is in place.
 
     Returns:
         the output; ``None`` if the stage that the tape ends with is over.
     """
-    if tape is not None:
-        tape.caches = caches
-    with driving(pipeline, journal, backend, tape) as drive:
-        drive.before_live, drive.caches = before_live, caches
-        if around is not None:
-            drive.around = around
-        if tape is not None:
-            tape.place = journal.between.of_host
+    with driving(pipeline, journal, backend, tape, **how) as drive:
         try:
             output = pipeline(**arguments)
         except StageEnd:

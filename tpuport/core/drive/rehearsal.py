@@ -7,10 +7,9 @@ traced on shapes and answered with zeros. What is rehearsed is what runs.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -114,7 +113,7 @@ class _Absent(Devices):
     ) -> tuple[Callable[..., Any], CompileReport]:
         given = program.traced.jaxpr.in_avals[len(program.weights) :]
         found = Rehearsed(
-            **vars(program),
+            **{f.name: getattr(program, f.name) for f in fields(TracedProgram)},
             mesh=self.target.mesh,
             inputs=tuple(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in given),
         )
@@ -315,6 +314,7 @@ def rehearse(
     cache: StepCache | None = None,
     *,
     first_step: bool = False,
+    first_call: bool = False,
 ) -> Rehearsal:
     """Drive ``pipeline`` once with made-up answers.
 
@@ -325,6 +325,7 @@ def rehearse(
         on_host: components that run by upstream's code, and so have no programs.
         cache: of steps; a denoiser has two programs then.
         first_step: end after the first ``scheduler.step``.
+        first_call: end before the first call that the cache is for.
 
     Raises:
         StepCacheError: there is no such cache for the pipeline.
@@ -349,6 +350,8 @@ def rehearse(
         caches = None if cache is None else step_caches(pipeline, cache, target)
         if caches is not None:
             stack.enter_context(standing(caches.modules.values()))
+            if first_call:
+                caches.on_call = reached
         seam = Seam(modules, target, reporter, answering, lambda _: devices)
         stack.callback(seam.close)
         drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
@@ -394,17 +397,5 @@ def check_step_cache(
         StepCacheError: there is no such cache for the pipeline.
     """
 
-    def reached() -> None:
-        raise _Reached
-
-    with contextlib.ExitStack() as stack:
-        caches = step_caches(pipeline, cache, target)
-        caches.on_call = reached
-        devices = functools.partial(_Absent, lambda: StageName.ENCODE)
-        modules = modules_of(pipeline)
-        seam = Seam(modules, target, Reporter(), _OnHost, devices)
-        stack.callback(seam.close)
-        drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
-        drive.caches = caches
-        stack.enter_context(contextlib.suppress(_Reached))
-        pipeline(**arguments)
+    on_host = modules_of(pipeline)
+    rehearse(pipeline, target, arguments, Reporter(), on_host, cache, first_call=True)

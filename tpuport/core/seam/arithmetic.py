@@ -146,11 +146,17 @@ class _Node(Value):
 
 
 class _Taking:
-    """Takes the arguments of an operator apart: tensors, numbers, and all else."""
+    """Takes the arguments of an operator apart: tensors, numbers, and all else.
+
+    Attributes:
+        parts, kinds: the tensors, and their shapes and dtypes.
+        numbers: of the host.
+    """
 
     def __init__(self, upload: Callable[[torch.Tensor], Any]) -> None:
         self._upload = upload
         self.parts: list[Value] = []
+        self.kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
         self.numbers: list[float] = []
 
     def form(self, given: Any, number: bool) -> Any:
@@ -171,11 +177,13 @@ class _Taking:
                 # A view of a tensor on the host is made where torch keeps its books.
                 raise HostError
             with torch._C.DisableTorchFunctionSubclass():
-                about = tuple(tensor.size()), tensor.stride(), tensor.dtype
-            if value.array is not None and value.array.shape != about[0]:
+                shape, strides = tuple(tensor.size()), tensor.stride()
+                dtype = tensor.dtype
+            if value.array is not None and value.array.shape != shape:
                 raise HostError  # a picture in parts has phantom rows
             self.parts.append(value)
-            return "tensor", *about
+            self.kinds.append((shape, dtype))
+            return "tensor", shape, strides, dtype
         plain = tensor.layout == torch.strided and not tensor.is_complex()
         if tensor.device.type != "cpu" or not plain:
             raise HostError
@@ -188,6 +196,7 @@ class _Taking:
             self.parts.append(Value(self._upload(tensor)))
         except UsageError:  # whole numbers beyond 32 bits
             raise HostError from None
+        self.kinds.append((tuple(tensor.shape), tensor.dtype))
         return "tensor", tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -304,7 +313,9 @@ class Arithmetic(Between):
         named = tuple((n, taken.form(v, n in names)) for n, v in sorted(kwargs.items()))
         key = (operator, forms, named)
         if key not in self._operations:
-            self._operations[key] = _operation(operator, args, kwargs, forms, named)
+            found = _operation(operator, args, kwargs, forms, named)
+            traces = found is not None and _traces(found, taken)
+            self._operations[key] = found if traces else None
         operation = self._operations[key]
         if operation is None:
             raise HostError
@@ -517,7 +528,7 @@ def _operation(
     whole = any(not k.is_floating_point and k != torch.bool for k in kinds)
     if result.dtype == torch.float64 or (counts(operator) and whole):
         return None
-    operation = _Operation(
+    return _Operation(
         computes=found,
         args=forms,
         kwargs=named,
@@ -525,26 +536,15 @@ def _operation(
         strides=result.stride(),
         dtype=result.dtype,
     )
-    return operation if _traces(operation) else None
 
 
-def _traces(operation: _Operation) -> bool:
+def _traces(operation: _Operation, taken: _Taking) -> bool:
     """Whether JAX computes an operator on such arguments; else the host does."""
-    arrays: list[Any] = []
-    numbers: list[Any] = []
-
-    def collect(form: Any) -> None:
-        if form[0] == "tensor":
-            empty = torch.empty((), dtype=form[3], device="meta")
-            arrays.append(jax.ShapeDtypeStruct(form[1], array_dtype(empty)))
-        elif form[0] == "number":
-            numbers.append(jax.ShapeDtypeStruct((), jnp.float32))
-        elif form[0] == "list":
-            for one in form[1]:
-                collect(one)
-
-    for form in (*operation.args, *(form for _, form in operation.kwargs)):
-        collect(form)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, array_dtype(torch.empty(0, dtype=dtype)))
+        for shape, dtype in taken.kinds
+    ]
+    numbers = [jax.ShapeDtypeStruct((), jnp.float32) for _ in taken.numbers]
     try:
         jax.eval_shape(lambda a, n: operation.run(iter(a), iter(n)), arrays, numbers)
     except Exception:  # torch's arguments may mean what JAX has no words for

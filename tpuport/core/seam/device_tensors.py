@@ -184,6 +184,8 @@ class Family:
 
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; 0 where torch does not count."""
+    if isinstance(tensor, DeviceTensor):
+        return tensor.writes + tensor.family.writes
     return 0 if tensor.is_inference() else tensor._version
 
 

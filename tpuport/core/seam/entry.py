@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 
 from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.enums import denoises
@@ -27,11 +25,17 @@ from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.blocks import without
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.journal import Called
-from tpuport.core.seam.module_state import Attributes, State, forgetting
+from tpuport.core.seam.module_state import (
+    Attributes,
+    State,
+    forgetting,
+    without_numbers,
+)
 from tpuport.core.seam.program_runs import Out, Program, ProgramRuns
 from tpuport.core.seam.values import (
     Form,
     content_of,
+    inside,
     names_of,
     put_together,
     same_content,
@@ -189,9 +193,8 @@ class Entry(ProgramRuns):
             if isinstance(container, list):
                 container[:] = content
                 continue
-            inside = container if isinstance(container, dict) else vars(container)
-            inside.clear()
-            inside.update(content if isinstance(content, dict) else vars(content))
+            inside(container).clear()
+            inside(container).update(inside(content))
         for number, tensor in written.items():
             tensors[number].copy_(tensor)
         self._attributes.write(attributes)
@@ -286,22 +289,15 @@ class Entry(ProgramRuns):
         infos = jax.tree.leaves(program.traced.out_info)
         if not any(info.dtype == jnp.int32 for info in infos):
             return ()
-        ported, leaves = self._port(), list[torch.Tensor]()
-        runtime = ported.runtime
-
-        def empty(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-
+        runtime, leaves = self._port().runtime, list[torch.Tensor]()
         with contextlib.ExitStack() as stack:
             stack.enter_context(forgetting(self.module))
             stack.enter_context(torch.no_grad())
             stack.enter_context(activated(Active(runtime.env, runtime.op_context())))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            empty = stack.enter_context(without_numbers(self.module))
             values = iter([*map(empty, given.tensors)])
             args, kwargs = put_together(given.form, values)
             stack.enter_context(self._attributes.held(given.state.form, values, []))
-            weights = {name: empty(t) for name, t in ported.tensors().items()}
-            stack.enter_context(_reparametrize_module(self.module, weights))
             try:
                 take_apart(self._forward(*args, **kwargs), leaves, [])
             except RuntimeError:  # torch's, at the line that reads
@@ -378,6 +374,10 @@ class Entry(ProgramRuns):
             jitted = self._devices.jitted(call, self._stages())
             traced = jitted.trace(self._structs, structs)
         return Program(
+            name=self.name,
+            module=self.module,
+            weights=self._structs,
+            stages=self._stages(),
             call=call,
             traced=traced,
             inputs=tuple(structs),

@@ -12,15 +12,17 @@ import inspect
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from tpuport.core.seam.standing import METHODS
-from tpuport.core.seam.values import Form, put_together, take_apart
+from tpuport.core.seam.values import Form, inside, put_together, take_apart
 
 #: Attributes of every torch module; hooks run outside of forward.
 OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"forward"}
@@ -215,6 +217,23 @@ def forgetting(module: torch.nn.Module) -> Iterator[None]:
             function.cache_clear()
 
 
+@contextlib.contextmanager
+def without_numbers(
+    module: torch.nn.Module,
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """In this block a module computes shapes alone; yields what empties a tensor."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        named = module.named_parameters, module.named_buffers
+        tensors = dict(pair for each in named for pair in each(remove_duplicate=False))
+        weights = {name: empty(tensor) for name, tensor in tensors.items()}
+        with _reparametrize_module(module, weights):
+            yield empty
+
+
 def _wrapped(value: Any) -> Iterator[Any]:
     """A function, the functions that it wraps, and what they take from outside."""
     while callable(value):
@@ -267,9 +286,8 @@ def _held_in(containers: Iterable[Any]) -> list[Any]:
         if isinstance(one, list):
             found += one
         else:
-            inside = one if isinstance(one, dict) else vars(one)
-            found += inside
-            found += inside.values()
+            found += inside(one)
+            found += inside(one).values()
     return found
 
 

@@ -156,7 +156,8 @@ class ModuleWeights:
         return None
 
     def _runtime(self) -> Runtime:
-        floats = {t.dtype for t in _named_tensors(self.module).values()}
+        module = self.module
+        floats = {t.dtype for t in (*module.parameters(), *module.buffers())}
         halves = {torch.bfloat16, torch.float16}
         return self.target.runtime(self.name, exact=not floats & halves)
 
@@ -316,7 +317,3 @@ def _kinds(module: torch.nn.Module) -> Iterator[Any]:
                     yield number, name, tuple(tensor.shape), tensor.dtype
         if "merged_adapters" in vars(child):
             yield number, "merged_adapters"
-
-
-def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -33,22 +33,20 @@ from tpuport.core.seam.journal import Called
 from tpuport.core.seam.module_state import State, forgetting
 from tpuport.core.seam.module_weights import ModuleWeights
 from tpuport.core.seam.values import Form
-from tpuport.core.tracing.context import BATCH, AttentionRecord, ConvolutionRecord
+from tpuport.core.tracing.context import BATCH, AttentionRecord
 from tpuport.errors import TpuportError
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Program:
+@dataclass(kw_only=True, eq=False)
+class Program(TracedProgram):
     """A program of one module; compiled when it first runs.
 
     Attributes:
-        call: ``call(weights, arrays) -> arrays``, to be traced.
-        traced: what ``call`` became.
+        call: ``call(weights, arrays) -> arrays``, which was traced.
         inputs: shapes, dtypes and places of the arrays.
         out: how the arrays become the result; see :class:`Out`.
         used: positions of the tensors that are inputs; the others are constants.
         draws: random numbers that are inputs, after the tensors.
-        attention, convolutions: what the calls in it run as.
         in_parts: whether each device may hold a part of a result.
         trace_seconds: what tracing took.
         dtypes: upstream's, of the tensors in forward's result; programs count in 32
@@ -58,13 +56,10 @@ class Program:
     """
 
     call: Callable[..., list[jax.Array]]
-    traced: jax.stages.Traced
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     out: Out
     used: tuple[int, ...]
     draws: tuple[Draw, ...] = ()
-    attention: tuple[AttentionRecord, ...] = ()
-    convolutions: tuple[ConvolutionRecord, ...] = ()
     in_parts: bool = False
     trace_seconds: float = 0.0
     dtypes: tuple[torch.dtype, ...] = ()
@@ -274,8 +269,7 @@ class ProgramRuns(ModuleWeights):
         """``program`` compiled; two calls as one if ``differ`` names inputs."""
         component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
-        traced, seconds = program.traced, program.trace_seconds
-        attention = program.attention
+        seconds = program.trace_seconds
         if differ:
             started = time.perf_counter()
             both = together(program.call, differ, self._free_axis(program))
@@ -289,27 +283,18 @@ class ProgramRuns(ModuleWeights):
             except Exception as error:
                 raise _ApartError(one_line(error)) from error
             seconds = time.perf_counter() - started
-            attention = doubled(attention)
-        made = TracedProgram(
-            name=self.name,
-            traced=traced,
-            stages=self._stages(),
-            module=self.module,
-            weights=self._structs,
-            attention=attention,
-            convolutions=program.convolutions,
-        )
-        run, self._made = self._devices.compiled(made, seconds)
+            attention = doubled(program.attention)
+            program = replace(program, traced=traced, attention=attention)
+        run, self._made = self._devices.compiled(program, seconds)
         self._journal.reporter.compiled(self._made)
         return run
 
-    def _stages(self) -> list[str]:
+    def _stages(self) -> tuple[str, ...]:
         """Whose flags of the compiler the programs take."""
         # Convolutions compile four times longer with a denoiser's flags.
-        stages: list[str] = [StageName.DENOISE if self._each_step else StageName.DECODE]
-        if self.plan is not None and self.plan.held:
-            stages.append(GATHERS)
-        return stages
+        stage = StageName.DENOISE if self._each_step else StageName.DECODE
+        gathers = self.plan is not None and self.plan.held
+        return (stage, GATHERS) if gathers else (stage,)
 
 
 def together(

@@ -28,7 +28,7 @@ from torch.utils import _pytree as torch_pytree
 
 from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
 from tpuport.core.tracing.block_trace import BlockCall, TracedBlock, Unscannable, same
-from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
+from tpuport.core.tracing.deferred_tensors import deferred
 
 #: Blocks, at most, that one call of a module calls in another way than those before, or
 #: out of order. A scan ends there, and the next one begins: each is compiled by itself.
@@ -126,21 +126,20 @@ class _Runner:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = BlockCall(original, *torch_pytree.tree_flatten((args, kwargs)))
-            chain = self.chain
             # A loop may end early, and the next loop starts at the first block again. A
             # loop that starts later belongs to a forward from a captured state.
-            if chain is None or chain.done or index == 0:
-                self.chain = chain = _Chain(self, index, call)
-                return chain.output(index)
+            if self.chain is None or self.chain.done or index == 0:
+                self.chain = _Chain(self, index, call)
+                return self.chain.output(index)
             try:
-                chain.add(index, call)
+                self.chain.add(index, call)
             except StackError:
                 # Guidance that skips a layer calls one block in another way.
                 if self.breaks == MOST_BREAKS:
                     raise
                 self.breaks += 1
-                self.chain = chain = _Chain(self, index, call)
-            return chain.output(index)
+                self.chain = _Chain(self, index, call)
+            return self.chain.output(index)
 
         return forward
 
@@ -347,9 +346,9 @@ class _Chain:
         """Position among the arguments -> output of the block before; may be empty."""
         state: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
-            owner = owner_of(leaf)
+            owner = getattr(leaf, "owner", None)
             if isinstance(owner, _Output) and owner.chain is self:
-                if owner.block != self.last or was_written(leaf):
+                if owner.block != self.last or leaf.written:
                     raise self.runner.error(index, "takes an earlier or altered state")
                 state[position] = owner.index
         return state
