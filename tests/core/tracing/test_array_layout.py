@@ -83,7 +83,7 @@ def test_a_weight_in_another_order_gives_the_same(monkeypatch: Any) -> None:
         return Format(order, sharding) if len(shape) == 5 else sharding
 
     monkeypatch.setattr(placement, "in_order", turned)
-    structs = abstract_weights(ported, plan, mesh, lambda name, t: jnp.float32)
+    structs = abstract_weights(ported, plan, mesh)
     arrays = ((name, to_numpy(t)) for name, t in tensors.items())
     weights = place_weights(ported, structs, arrays)
     layout = weights["weight"].format.layout

@@ -25,7 +25,7 @@ from tpuport.core.drive.step_caches import standing, step_caches
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
-from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.pipelines.folder import PipelineFolder, is_a
 from tpuport.core.programs.module_programs import WHOLE, lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import CompileReport, Reporter
@@ -223,15 +223,15 @@ def without_weights(
     """
     folder.check_parts()
     parts: dict[str, Any] = {}
-    for name, (library, class_name) in folder.components().items():
-        cls: Any = folder.component_class(name, library, class_name)
+    for name in folder.components():
+        cls: Any = folder.component_class(name)
         place = folder.folder / name
-        if not _is_module(cls):
-            with building(class_name, f"{name}/"):
+        if not is_a(cls, torch.nn.Module):
+            with building(cls.__name__, f"{name}/"):
                 parts[name] = folder.part(name, dtype)
             continue
         with (
-            building(class_name, f"{name}/config.json"),
+            building(cls.__name__, f"{name}/config.json"),
             init_empty_weights(include_buffers=False),
             _default(dtype),
         ):
@@ -244,10 +244,6 @@ def without_weights(
             module.tie_weights()
         parts[name] = _weightless(module, dtype, fill)
     return folder.adjusted(folder.put_together(parts))
-
-
-def _is_module(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, torch.nn.Module)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.mesh_use import undivided
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
@@ -182,9 +182,7 @@ class ModuleWeights:
         elif not self._each_step:
             room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)
-        self._structs = abstract_weights(
-            ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
-        )
+        self._structs = abstract_weights(ported, self.plan, mesh)
         self._ported = ported
 
     def _place(self) -> Mapping[str, jax.Array]:

@@ -133,22 +133,6 @@ class PortedModule:
             ):
                 return env.t2j_iso(run(env.j2t_iso(given)))
 
-    def abstract_weights(
-        self, dtype: Callable[[str, torch.Tensor], Any]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of all weights, for lowering without data.
-
-        ``dtype`` gives a tensor's dtype from its name in the module and the tensor.
-        """
-        tensors = self.tensors()
-        return {
-            name: jax.ShapeDtypeStruct(
-                self.leading(name) + tuple(tensors[members[0]].shape),
-                dtype(members[0], tensors[members[0]]),
-            )
-            for name, members in self.arrays.items()
-        }
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """The module's own tensors by name; a tied tensor has several names."""
         tensors = dict(self.module.named_parameters(remove_duplicate=False))
