@@ -53,7 +53,7 @@ class TapedCall:
             ArtifactError: the tape is of a run in another way.
         """
         from tpuport.core.drive.checkpoints import Checkpoints
-        from tpuport.core.drive.taped import called, tape_of
+        from tpuport.core.drive.driving import called, tape_of
 
         name, settings = type(self.pipeline).__name__, self.settings
         with contextlib.ExitStack() as stack:
@@ -67,15 +67,11 @@ class TapedCall:
                     Checkpoints(tape, folder, settings.checkpoint_every, self.reporter)
                 )
             with self._noted(), upstreams_errors(name):
+                how: dict[str, Any] = {"before_live": self.load, "caches": self.caches}
+                if self.inspection is not None:
+                    how["around"] = self.inspection.around
                 output, drive = called(
-                    self.pipeline,
-                    given,
-                    self.journal,
-                    settings.backend,
-                    tape,
-                    self.load,
-                    None if self.inspection is None else self.inspection.around,
-                    self.caches,
+                    *(self.pipeline, given, self.journal, settings.backend, tape), **how
                 )
             if checkpoints is not None and self.until is not None:
                 checkpoints.finish()

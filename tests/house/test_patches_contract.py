@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tpuport.cli.commands.patches import Entry, examine
 from tpuport.core import compat
 from tpuport.core.enums import Blocks
 from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
-from tpuport.core.tracing.op_overrides import OpOverride, resolve_operator
+from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch, applied, inspect_patches
 from tpuport.errors import OpConflictError, PatchError
 from tpuport.patches import standard
@@ -192,9 +193,10 @@ def test_a_made_up_patch_of_nothing_is_named_with_its_target() -> None:
     with pytest.raises(PatchError) as caught, applied([patch]):
         raise AssertionError("the block ran")
     assert str(caught.value) == (
-        "patch 'made-up': target torch.nn.functional:layer_nrom does not exist, module "
-        "torch.nn.functional has no 'layer_nrom'; the patch must be adapted to the "
-        "installed version (written for torch>=2) or removed"
+        "patch 'made-up': target torch.nn.functional:layer_nrom does not exist, "
+        "AttributeError: module 'torch.nn.functional' has no attribute 'layer_nrom'; "
+        "the patch must be adapted to the installed version (written for torch>=2) or "
+        "removed"
     )
 
 
@@ -225,10 +227,10 @@ def test_overrides_are_installed_while_tracing_and_no_longer() -> None:
     assert all(after[operator] is before[operator] for operator in before)
     for override in others:
         for target in override.targets:
-            entry = during[resolve_operator(target)]
+            entry = during[resolve_name(target)]
             # The first: the second block has made its own.
             assert entry.func is made[override.name][0]
-            assert entry is not before.get(resolve_operator(target))
+            assert entry is not before.get(resolve_name(target))
 
 
 def test_every_runtime_installs_what_is_listed_as_everywhere() -> None:
@@ -236,7 +238,7 @@ def test_every_runtime_installs_what_is_listed_as_everywhere() -> None:
     before = dict(runtime.env._ops)
     with runtime.tracing() as env:
         changed = {op for op, entry in env._ops.items() if before.get(op) is not entry}
-    assert changed == {resolve_operator(t) for o in EVERYWHERE for t in o.targets}
+    assert changed == {resolve_name(t) for o in EVERYWHERE for t in o.targets}
 
 
 @each_override

@@ -87,7 +87,7 @@ BREAKS = (
     ),
     Break(
         "the inputs of the second of two calls lost",
-        "tpuport/core/seam/pairs.py",
+        "tpuport/core/seam/program_runs.py",
         "jnp.stack([one, next(others)]) if differs else one",
         "jnp.stack([one, one]) if differs else one",
         "tests/core/seam/test_pairs.py",

@@ -94,7 +94,7 @@ def seconds(pipeline: Any, call: dict[str, Any]) -> tuple[float, list[Any]]:
 def on_host(pipeline: Any, call: dict[str, Any]) -> tuple[int, float]:
     """Calls of a ported pipeline, and the seconds of one outside of its program."""
     spent: list[float] = []
-    execute, called = ProgramRuns._execute, Entry._called
+    execute, called = ProgramRuns._run, Entry._called
 
     def timed_execute(self: ProgramRuns, *args: Any) -> Any:
         started = time.perf_counter()
@@ -110,7 +110,7 @@ def on_host(pipeline: Any, call: dict[str, Any]) -> tuple[int, float]:
         return result
 
     with (
-        mock.patch.object(ProgramRuns, "_execute", timed_execute),
+        mock.patch.object(ProgramRuns, "_run", timed_execute),
         mock.patch.object(Entry, "_called", timed_call),
     ):
         run(pipeline, call)

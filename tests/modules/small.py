@@ -185,8 +185,7 @@ def share(name: str) -> float | None:
         return None
     held = 0
     for stack in alike_blocks(module):
-        blocks = list(module.get_submodule(stack.path))[stack.first :][: stack.count]
-        held += sum(p.numel() for block in blocks for p in block.parameters())
+        held += sum(p.numel() for block in stack.blocks for p in block.parameters())
     named = named_in(type(module).__module__)
     used = [child for name, child in module.named_children() if name in named]
     own = sum(parameter.numel() for parameter in module.parameters(recurse=False))

@@ -53,5 +53,5 @@ def test_blocks_that_take_turns_stay_one_scan_when_called(name: str) -> None:
     call.on(ported)
     (entry,) = seam_of(ported).entries.values()
     assert entry._blocks is not None
-    found = [(s.count, s.period) for s in entry._blocks if s.path == "layers"]
+    found = [(len(s.blocks), s.period) for s in entry._blocks if s.path == "layers"]
     assert found == [(TURNS[name], 2)]

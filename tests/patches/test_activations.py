@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patches.tools import apply
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches.activations import GELU_ROUNDED_ONCE, gelu
@@ -40,7 +41,7 @@ def test_a_runtime_with_the_override_runs_it(approximate: str) -> None:
         runtime = model_runtime(mesh=None, platform="cpu", overrides=overrides)
         ported = PortedModule(module, runtime)
         # Op by op: a compiler that fuses may keep more digits than torchax asks for.
-        found[bool(overrides)] = ported.apply({}, x)
+        found[bool(overrides)] = apply(ported, {}, x)
     want = gelu(x, approximate=approximate)
     assert (found[True] == want).all()
     assert (found[False] != want).any()

@@ -6,6 +6,7 @@ What they compute is tested in ``tests/core``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import jax
@@ -21,7 +22,6 @@ from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.tracing.op_overrides import resolve_operator
 from tpuport.kernels.attention.choice import AttentionChoice
 
 TOLERANCE = TOLERANCES["attention torch float32"]
@@ -29,7 +29,7 @@ TOLERANCE = TOLERANCES["attention torch float32"]
 
 def operator(target: str) -> Callable[..., torch.Tensor]:
     """A torch function by the name that an override claims."""
-    found: Callable[..., torch.Tensor] = resolve_operator(target)
+    found: Callable[..., torch.Tensor] = resolve_name(target)
     return found
 
 

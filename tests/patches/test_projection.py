@@ -5,11 +5,14 @@ What ada-layer-norm-apart and ada-layer-norm-continuous-apart do.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import pytest
 import torch
 from diffusers.models.normalization import AdaLayerNorm, AdaLayerNormContinuous
 
+from tests.patches.tools import apply
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
@@ -57,7 +60,7 @@ def test_the_norm_is_kept_apart_and_the_same(name: str) -> None:
             module, model_runtime(mesh=None, platform="cpu", patches=patches)
         )
         weights = {k: to_numpy(v) for k, v in module.state_dict().items()}
-        run = jax.jit(ported.apply).lower(weights, *arrays)
+        run = jax.jit(functools.partial(apply, ported)).lower(weights, *arrays)
         return run.as_text(), to_torch(run.compile()(weights, *arrays))
 
     ours = [p for p in MODULATED_NORMS if p.target.endswith(f":{name}.forward")]

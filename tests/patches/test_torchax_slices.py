@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.patches.tools import traced
+from tests.patches.tools import apply, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
@@ -280,8 +280,8 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
 
     @jax.jit
     def call(weights: Any, arrays: Any, rotary: Any) -> Any:
-        return ported.apply(
-            weights, **arrays, image_rotary_emb=rotary, return_dict=False
+        return apply(
+            ported, weights, **arrays, image_rotary_emb=rotary, return_dict=False
         )[0]
 
     return float(np.abs(np.asarray(call(weights, arrays, rotary)) - expected).max())

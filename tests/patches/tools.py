@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 
 Arrays = Callable[..., Any]
@@ -35,3 +36,13 @@ def by_torchax(runtime: Runtime, function: Callable[..., Any]) -> Arrays:
             return env.t2j_iso(function(*env.j2t_iso(arrays)))
 
     return call
+
+
+def apply(ported: PortedModule, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the module's forward gives, as a function of JAX arrays."""
+
+    def run(given: Any) -> Any:
+        args, kwargs = given
+        return ported.module(*args, **kwargs)
+
+    return ported.call(weights, run, (args, kwargs))

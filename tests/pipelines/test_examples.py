@@ -7,12 +7,11 @@ An example compiles all modules of a pipeline, so some take more than 10 s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 import torch
 from transformers import UMT5EncoderModel
@@ -38,10 +37,9 @@ from tpuport.core.plan.pipeline_plan import rehearsed
 from tpuport.core.programs.module_programs import ARITHMETIC
 from tpuport.core.reports import Reporter
 from tpuport.core.seam import program_runs
-from tpuport.core.seam.arithmetic import Arithmetic
-from tpuport.core.seam.entry import Entry, PortError
+from tpuport.core.seam.devices import Devices, TracedProgram
+from tpuport.core.seam.entry import PortError
 from tpuport.core.seam.ported import modules_of
-from tpuport.core.seam.program_runs import Program
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
@@ -167,43 +165,26 @@ def calls_of(pipeline: Any, target: Target, call: dict[str, Any]) -> list[Called
     """The programs of a run."""
     found: list[Called] = []
 
-    class Noted(Entry):
-        """An entry whose programs note that they are called."""
+    class Noting(Devices):
+        """Devices whose programs note that they are called."""
 
-        def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
-            compiled = super()._executable(program, traced)
+        def compiled(self, program: TracedProgram, seconds: float) -> Any:
+            compiled, report = super().compiled(program, seconds)
             inputs = tuple(
                 f"{one.dtype}[{','.join(map(str, one.shape))}]"
-                for one in traced.jaxpr.in_avals[len(self._structs) :]
+                for one in program.traced.jaxpr.in_avals[len(program.weights) :]
             )
-            found.append((self.name, inputs, {}))
-            return compiled, found[-1][2]
+            by_stage: dict[StageName, int] = {}
+            found.append((program.name, inputs, by_stage))
 
-        def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
-            compiled, by_stage = run
-            stage = drive.stage or StageName.ENCODE
-            by_stage[stage] = by_stage.get(stage, 0) + 1
-            return super()._execute(compiled, weights, given)
+            def run(*given: Any) -> Any:
+                stage = drive.stage or StageName.ENCODE
+                by_stage[stage] = by_stage.get(stage, 0) + 1
+                return compiled(*given)
 
-    class NotedToo(Arithmetic):
-        """Arithmetic whose programs note that they are called."""
+            return run, report
 
-        def _executable(self, traced: jax.stages.Traced) -> Any:
-            compiled, _ = super()._executable(traced)
-            inputs = tuple(
-                f"{one.dtype}[{','.join(map(str, one.shape))}]"
-                for one in traced.jaxpr.in_avals
-            )
-            found.append((ARITHMETIC, inputs, {}))
-            return (compiled, found[-1][2]), None
-
-        def _execute(self, run: Any, numbers: Any, arrays: Sequence[Any]) -> Any:
-            compiled, by_stage = run
-            stage = drive.stage or StageName.ENCODE
-            by_stage[stage] = by_stage.get(stage, 0) + 1
-            return super()._execute(compiled, numbers, arrays)
-
-    seam = Seam(modules_of(pipeline), target, Reporter(), Noted, NotedToo)
+    seam = Seam(modules_of(pipeline), target, Reporter(), devices=Noting)
     try:
         with driving(pipeline, seam.journal, Backend.TPUPORT) as drive:
             run(pipeline, call)

@@ -216,13 +216,13 @@ def test_a_target_that_is_gone_is_named_after_the_list_and_fails(
     assert "fine: applies\n" in block(cli, "fine")
     said = block(cli, "lost")
     assert said.startswith("lost: target is gone\n  patch     textwrap:dedennt\n")
-    assert "has no 'dedennt'" in said
+    assert "has no attribute 'dedennt'" in said
     assert ran.out.startswith(
         "2 patches and 2 op overrides: 3 apply, 1 without a target\n"
     )
     assert ran.last.startswith(
-        "error: patch 'lost': target textwrap:dedennt does not exist, module textwrap "
-        "has no 'dedennt'"
+        "error: patch 'lost': target textwrap:dedennt does not exist, AttributeError: "
+        "module 'textwrap' has no attribute 'dedennt'"
     )
     again = cli("patches", "--json")
     assert again.code == 1

@@ -15,7 +15,7 @@ import torch
 from tpuport.core.drive.driving import driving
 from tpuport.core.enums import Backend
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.journal import Asked, AtOnce, Journal
+from tpuport.core.seam.journal import Asked, Between, Journal
 
 
 def scheduler() -> Any:
@@ -96,7 +96,7 @@ def test_the_host_is_ahead_of_the_devices_by_one_step() -> None:
     x = torch.ones(1, 4)
     journal = Journal(Reporter())
 
-    class Devices(AtOnce):
+    class Devices(Between):
         made = 0
 
         def step(self) -> Callable[[], None]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-import tpuport
-from tests.pipelines.example import all_examples, difference, made
+from tests.core.drive.test_tape import Run, equal, on_disk
+from tests.pipelines.example import all_examples, difference
 from tests.tolerances import TOLERANCES
 from tpuport.core.drive.driving import driving
 from tpuport.core.drive.step_caches import (
@@ -23,13 +20,9 @@ from tpuport.core.drive.step_caches import (
     standing,
     step_caches,
 )
-from tpuport.core.drive.tape import Recorded
-from tpuport.core.drive.tape_folder import TapeFolder
-from tpuport.core.drive.taped import called, tape_of
 from tpuport.core.enums import Backend
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.journal import Journal
-from tpuport.core.seam.ported import seam_of
 from tpuport.core.spec.step_cache import StepCache
 
 TAYLOR = "taylorseer:start=1,end=6,interval=3"
@@ -49,88 +42,11 @@ class Always(StepCache):
         return (True,) * steps
 
 
-@dataclass
-class Ran:
-    """One run of an example.
-
-    Attributes:
-        arrays: what was made; ``None`` if the run was killed.
-        programs: of each module that was called.
-    """
-
-    arrays: list[np.ndarray] | None
-    calls: tuple[int, int]
-    recorded: Recorded
-    programs: dict[str, int]
-
-
-class Killed(BaseException):
-    """Stands for the end of a process."""
-
-
-def run(
-    name: str,
-    cache: StepCache | None,
-    *,
-    port: bool = False,
-    before: Recorded = Recorded(),
-    kill_after: int | None = None,
-    compiled: Path | None = None,
-    steps: int = 7,
-) -> Ran:
-    """Latents of an example; its text is encoded by upstream's code.
-
-    Programs are kept in ``compiled``.
-    """
-    pipeline, call = made(all_examples()[name])
-    torch.manual_seed(3)
-    generator = torch.Generator("cpu").manual_seed(3)
-    given = {**call, "num_inference_steps": steps, "output_type": "latent"}
-    given["generator"] = generator
-    tape = tape_of(pipeline, given, before)
-    journal, arrays, programs = Journal(Reporter()), None, dict[str, int]()
-    with contextlib.ExitStack() as stack:
-        target = None
-        if port:
-            tpuport.port(pipeline, on_host=["text_encoder"], progress=False)
-            target = seam_of(pipeline).target
-            tpuport.unport(pipeline)
-        caches = None if cache is None else step_caches(pipeline, cache, target)
-        if caches is not None:
-            stack.enter_context(standing(caches.modules.values()))
-        if port:
-            how = {"on_host": ["text_encoder"], "cache_dir": compiled}
-            tpuport.port(pipeline, progress=False, **how)
-            stack.callback(tpuport.unport, pipeline)
-            journal = seam_of(pipeline).journal
-        if kill_after is not None:
-            tape.step = functools.partial(  # type: ignore[method-assign]
-                _killing, tape.step, iter(range(kill_after - 1))
-            )
-        stack.enter_context(contextlib.suppress(Killed))
-        found, _ = called(
-            *(pipeline, given, journal, Backend.TPUPORT, tape), caches=caches
-        )
-        tape.record()
-        arrays = [np.asarray(value) for value in found.values() if value is not None]
-        if port:
-            seam = seam_of(pipeline)
-            programs = {n: len(e.programs) for n, e in seam.entries.items()}
-    counted = (0, 0) if caches is None else caches.calls
-    return Ran(arrays, counted, tape.recorded, programs)
-
-
-def _killing(step: Any, left: Any, *args: Any) -> Any:
-    found = step(*args)
-    if next(left, None) is None:
-        raise Killed
-    return found
-
-
-def equal(one: Ran, other: Ran) -> bool:
-    assert one.arrays is not None
-    assert other.arrays is not None
-    return all(map(np.array_equal, one.arrays, other.arrays))
+def run(name: str, cache: StepCache | None, **more: Any) -> Run:
+    """Latents of an example in seven steps; its text is encoded by upstream's code."""
+    more = {"num_inference_steps": 7, "output_type": "latent", **more}
+    on_host = ("text_encoder",) if more.get("port") else ()
+    return Run(all_examples()[name], cache=cache, on_host=on_host, **more)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +59,11 @@ def equal(one: Ran, other: Ran) -> bool:
         ("LTX2Pipeline", TAYLOR, 6),  # two streams, three kinds of calls
     ],
 )
-def test_programs_and_upstreams_code_agree(name: str, text: str, programs: int) -> None:
+def test_programs_and_upstreams_code_agree(
+    name: str, text: str, programs: int, tmp_path: Path
+) -> None:
     expected = run(name, parse(text))
-    found = run(name, parse(text), port=True)
+    found = run(name, parse(text), port=tmp_path)
     assert found.arrays is not None
     assert expected.arrays is not None
     assert difference(found.arrays, expected.arrays) < TOLERANCES["video float32"]
@@ -162,7 +80,7 @@ def test_programs_and_upstreams_code_agree(name: str, text: str, programs: int) 
 def test_a_run_of_full_steps_is_the_plain_run(name: str) -> None:
     cached = run(name, Always(method="taylorseer"))
     assert cached.calls[0] > cached.calls[1] == 0
-    assert equal(cached, run(name, None))
+    assert equal(cached.arrays, run(name, None).arrays)
 
 
 def test_an_expert_that_takes_over_begins_with_full_steps() -> None:
@@ -209,21 +127,17 @@ def test_a_killed_run_goes_on_to_the_same_bytes(after: int, tmp_path: Path) -> N
     killed = run("WanPipeline", parse(TAYLOR), kill_after=after + 1)
     assert killed.arrays is None
     assert killed.recorded.stepped == after
-    folder = TapeFolder(tmp_path)
-    folder.write(killed.recorded)
-    again = run("WanPipeline", parse(TAYLOR), before=TapeFolder(tmp_path).read())
-    assert equal(again, whole)
+    before = on_disk(killed.recorded, tmp_path)
+    again = run("WanPipeline", parse(TAYLOR), before=before)
+    assert equal(again.arrays, whole.arrays)
 
 
 def test_what_stays_on_the_devices_goes_to_a_checkpoint(tmp_path: Path) -> None:
-    ported = functools.partial(
-        run, "WanPipeline", parse(TAYLOR), port=True, compiled=tmp_path / "compiled"
-    )
+    ported = functools.partial(run, "WanPipeline", parse(TAYLOR), port=tmp_path)
     whole, killed = ported(), ported(kill_after=4)
-    TapeFolder(tmp_path).write(killed.recorded)
-    before = TapeFolder(tmp_path).read()
+    before = on_disk(killed.recorded, tmp_path)
     assert [len(one) for one in before.histories.values()] == [2, 2]
-    assert equal(ported(before=before), whole)
+    assert equal(ported(before=before).arrays, whole.arrays)
 
 
 class Block(torch.nn.Module):

@@ -6,6 +6,7 @@ Upstream's own code drives, without programs: what a tape gives back must be rig
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +19,15 @@ import torch
 
 import tpuport
 from tests.pipelines.example import Example, all_examples, made
-from tpuport.core.drive.driving import driving
+from tpuport.core.drive.driving import called, driving, tape_of
+from tpuport.core.drive.step_caches import standing, step_caches
 from tpuport.core.drive.tape import Recorded, Tape, TapeError
 from tpuport.core.drive.tape_folder import TapeFolder
-from tpuport.core.drive.taped import called, tape_of
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.ported import seam_of
+from tpuport.core.spec.step_cache import StepCache
 
 GATE = (
     "WanPipeline",
@@ -58,11 +60,14 @@ class Killed(BaseException):
 class Run:
     """One run of an example, from a tape on disk.
 
-    With ``port`` by programs, which other runs find compiled in that folder.
+    With ``port`` by programs, which other runs find compiled in that folder; with
+    ``cache`` of steps.
 
     Attributes:
         arrays: what was made; ``None`` if the run ended before.
         recorded: what another run can go on from.
+        calls: of denoisers, and how many of them were cached.
+        programs: of each module that was called.
     """
 
     def __init__(
@@ -73,31 +78,50 @@ class Run:
         until: StageName | None = None,
         kill_after: int | None = None,
         port: Path | None = None,
+        cache: StepCache | None = None,
+        on_host: tuple[str, ...] = (),
         **more: Any,
     ) -> None:
         pipeline, call = made(one)
-        call |= more
         torch.manual_seed(3)
         generator = torch.Generator("cpu").manual_seed(3)
-        given = {"output_type": "np", **call, "generator": generator}
+        given = {"output_type": "np", **call, **more, "generator": generator}
         self.tape = tape_of(pipeline, given, before, until)
         self.arrays: Arrays | None = None
-        self.steps = 0
-        journal = Journal(Reporter())
-        if port is not None:
-            tpuport.port(pipeline, progress=False, cache_dir=port / "compiled")
-            journal = seam_of(pipeline).journal
+        self.steps, self.programs = 0, dict[str, int]()
+        journal, caches = Journal(Reporter()), None
+        ported = functools.partial(
+            *(tpuport.ported, pipeline),
+            progress=False,
+            on_host=on_host,
+            cache_dir=port and port / "compiled",
+        )
         if kill_after is not None:
             self.tape.step = self._killing(kill_after)  # type: ignore[method-assign]
-        with contextlib.suppress(Killed):
+        with contextlib.ExitStack() as stack:
+            if cache is not None:
+                target = None
+                if port is not None:
+                    with ported():
+                        target = seam_of(pipeline).target
+                caches = step_caches(pipeline, cache, target)
+                stack.enter_context(standing(caches.modules.values()))
+            if port is not None:
+                stack.enter_context(ported())
+                journal = seam_of(pipeline).journal
+            stack.enter_context(contextlib.suppress(Killed))
             found, drive = called(
-                pipeline, given, journal, Backend.DIFFUSERS, self.tape
+                *(pipeline, given, journal, Backend.DIFFUSERS, self.tape), caches=caches
             )
             self.steps = len(drive.steps)
             if found is not None:
                 self.tape.record()
                 values = [value for value in found.values() if value is not None]
                 self.arrays = [np.asarray(value) for value in values]
+            if port is not None:
+                entries = seam_of(pipeline).entries
+                self.programs = {n: len(e.programs) for n, e in entries.items()}
+        self.calls = (0, 0) if caches is None else caches.calls
         self.recorded = self.tape.recorded
 
     def _killing(self, after: int) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.core.heard import Heard
 from tpuport.core.drive import tape_folder
 from tpuport.core.drive.checkpoints import THREAD, Checkpoints
 from tpuport.core.drive.kept_values import kept, shape_of
@@ -18,7 +19,6 @@ from tpuport.core.drive.tape import Call, Recorded, Step, Tape
 from tpuport.core.drive.tape_folder import TapeFolder
 from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import CheckpointEvery
-from tpuport.core.reports import Reporter
 from tpuport.errors import ArtifactError, UsageError, WriteError
 
 
@@ -105,14 +105,6 @@ def test_within_a_stage_the_mesh_stays(tmp_path: Path) -> None:
     folder.begin({"mesh": "sp=2"}, folder.read())
 
 
-class Said(Reporter):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
 def take(tape: Tape, steps: int) -> None:
     """Let a tape record so many steps."""
     tape.recorded = recorded(steps)
@@ -128,7 +120,7 @@ def settle() -> None:
 
 def test_checkpoints_are_written_as_often_as_asked(tmp_path: Path) -> None:
     tape, folder = Tape(), TapeFolder(tmp_path)
-    with Checkpoints(tape, folder, CheckpointEvery(steps=2), Said()):
+    with Checkpoints(tape, folder, CheckpointEvery(steps=2), Heard()):
         found = []
         for steps in (1, 2, 3, 4, 5):
             take(tape, steps)
@@ -157,7 +149,7 @@ def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint before stays; a stage that cannot be kept is an error."""
-    tape, folder, said = Tape(), TapeFolder(tmp_path), Said()
+    tape, folder, said = Tape(), TapeFolder(tmp_path), Heard()
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

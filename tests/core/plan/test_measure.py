@@ -21,14 +21,14 @@ def test_what_does_not_compile_is_told_in_a_line() -> None:
     kernels: Any = None
     program: Any = SimpleNamespace(
         stage="denoise",
-        program_name="step",
+        name="step",
         component="transformer",
         calls=1,
         resident=0,
         mesh=jax.make_mesh((1,), ("x",)),
         weights={},
         lowered=lambda: SimpleNamespace(compile=compile),
-        traced=lambda: jax.jit(lambda: 1).trace(),
+        traced=jax.jit(lambda: 1).trace(),
         attention=(),
         convolutions=(),
     )

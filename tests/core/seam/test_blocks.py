@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ class Summing(Model):
         return torch.stack(seen).sum(0)
 
 
+def with_attribute(**values: object) -> Block:
+    block = Block()
+    for name, value in values.items():
+        setattr(block, name, value)
+    return block
+
+
 CASES = {
     "all": ([Block(), Block(), Block()], [(0, 3, 1)]),
     "read by a property": ([Scaled(1), Scaled(3), Scaled(2)], []),
@@ -110,6 +118,23 @@ CASES = {
         [(0, 2, 1), (2, 4, 2)],
     ),
     "one": ([Block()], []),
+    "lambdas of one line": (
+        [with_attribute(rule=(lambda x: x + 1)) for _ in range(2)],
+        [(0, 2, 1)],
+    ),
+    "another shape": (
+        [with_attribute(more=torch.nn.Parameter(torch.ones(n))) for n in (1, 2)],
+        [],
+    ),
+    "another object": (
+        [with_attribute(inner=types.SimpleNamespace(a=n)) for n in (1, 1, 2)],
+        [(0, 2, 1)],
+    ),
+    "another function": (
+        [with_attribute(rule=functools.partial(max, n)) for n in range(2)],
+        [],
+    ),
+    "another part": ([Block(), with_attribute(more=torch.nn.Identity())], []),
     "all others": ([Block(), Other()], []),
 }
 
@@ -118,7 +143,7 @@ CASES = {
 def test_runs_of_alike_blocks_are_found(name: str) -> None:
     blocks, expected = CASES[name]
     model = Model(list(blocks))
-    found = [(s.first, s.count, s.period) for s in alike_blocks(model)]
+    found = [(s.first, len(s.blocks), s.period) for s in alike_blocks(model)]
     assert found == expected
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     ported = tpuport.port(model)
@@ -127,6 +152,16 @@ def test_runs_of_alike_blocks_are_found(name: str) -> None:
     firsts = {run[0] + turn for run in expected for turn in range(run[2])}
     stacked = {f"blocks.{first or ''}*.linear.weight" for first in firsts}
     assert {name for name in entry._structs if "*.linear.weight" in name} == stacked
+
+
+def test_blocks_that_share_a_weight_are_no_stack() -> None:
+    model = Model([Block() for _ in range(3)])
+    model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    ported = tpuport.port(model)
+    assert close(ported(x), model(x))
+    (entry,) = seam_of(ported).entries.values()
+    assert entry._blocks == ()
 
 
 def test_a_loop_that_is_no_scan_runs_block_by_block() -> None:
@@ -167,7 +202,7 @@ def test_turns_that_are_no_scan_become_runs(
     assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-5)
     (entry,) = seam_of(ported).entries.values()
     assert entry._blocks is not None
-    assert [(s.first, s.count) for s in entry._blocks] == [(0, 2), (3, 2)]
+    assert [(s.first, len(s.blocks)) for s in entry._blocks] == [(0, 2), (3, 2)]
 
 
 class Widening(torch.nn.Module):
@@ -205,4 +240,4 @@ def test_a_first_block_that_widens_the_dtype_is_left_out_of_the_stack(
     (entry,) = seam_of(ported).entries.values()
     assert entry._blocks is not None
     (stack,) = entry._blocks
-    assert (stack.first, stack.count) == (1, 3)
+    assert (stack.first, len(stack.blocks)) == (1, 3)

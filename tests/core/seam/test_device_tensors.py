@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.core.seam.device_tensors import DeviceTensor
+from tpuport.core.seam.device_tensors import DeviceTensor, Value
 from tpuport.core.seam.ported import seam_of
 
 NUMBERS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def made() -> DeviceTensor:
-    return DeviceTensor((3, 4), torch.float32, read=torch.tensor, array=NUMBERS)
+    return DeviceTensor((3, 4), torch.float32, Value(NUMBERS), read=torch.tensor)
 
 
 def was_read(tensor: DeviceTensor) -> bool:

@@ -58,24 +58,32 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(torch.allclose(found, expected, rtol=0, atol=1e-6))
 
 
-def test_two_calls_that_nobody_read_between_run_as_one(
-    module: Denoiser, ported: torch.nn.Module
+@pytest.mark.parametrize(
+    ("mesh", "other", "reads", "expected"),
+    [
+        ("dp=2,sp=2", OTHER, False, (False, False, True)),
+        ("dp=2,sp=2", OTHER, True, ()),
+        ("dp=2,sp=2", PROMPT, False, ()),
+        ("sp=2", OTHER, False, ()),
+    ],
+    ids=["as one", "read between", "equal calls", "nothing to gain"],
+)
+def test_two_calls_run_as_one_if_nobody_read_between_and_both_gain(
+    mesh: str,
+    other: torch.Tensor,
+    reads: bool,
+    expected: tuple[bool, ...],
+    module: Denoiser,
 ) -> None:
+    twin = tpuport.port(module, mesh=mesh)
     for _ in range(2):
-        (first,), (second,) = ported(X, T, PROMPT), ported(X, T, OTHER)
+        first = twin(X, T, PROMPT)[0]
+        if reads:
+            first = first * 1
+        (second,) = twin(X, T, other)
         assert close(first, module(X, T, PROMPT)[0])
-        assert close(second, module(X, T, OTHER)[0])
-    assert runs(ported) == [(False, False, True)]
-
-
-def test_an_answer_that_is_read_at_once_is_there(
-    module: Denoiser, ported: torch.nn.Module
-) -> None:
-    first = ported(X, T, PROMPT)[0] * 1
-    second = ported(X, T, OTHER)[0]
-    assert close(first, module(X, T, PROMPT)[0])
-    assert close(second, module(X, T, OTHER)[0])
-    assert runs(ported) == [()]
+        assert close(second, module(X, T, other)[0])
+    assert runs(twin) == [expected]
 
 
 def test_arithmetic_on_an_answer_waits_for_the_second_call(
@@ -88,13 +96,6 @@ def test_arithmetic_on_an_answer_waits_for_the_second_call(
     one, other = 2 * module(X, T, PROMPT)[0][None], module(X, T, OTHER)[0]
     assert close(mixed.on_host(), one + 3 * (other - one))
     assert runs(ported) == [(False, False, True)]
-
-
-def test_equal_calls_run_once(module: Denoiser, ported: torch.nn.Module) -> None:
-    (first,), (second,) = ported(X, T, PROMPT), ported(X, T, PROMPT)
-    assert close(first, module(X, T, PROMPT)[0])
-    assert close(second, first)
-    assert runs(ported) == [()]
 
 
 def test_a_call_that_waits_has_the_numbers_of_its_time(
@@ -134,12 +135,6 @@ def test_weights_that_leave_the_devices_answer_the_call_that_waits(
     with torch.no_grad():
         module.inner.weight.mul_(2)
     assert close(first, expected)
-
-
-def test_calls_do_not_wait_where_two_gain_nothing(module: Denoiser) -> None:
-    twin = tpuport.port(module, mesh="sp=2")
-    twin(X, T, PROMPT), twin(X, T, OTHER)
-    assert runs(twin) == [()]
 
 
 def test_calls_that_cannot_be_one_run_one_by_one(

@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,11 @@ from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from peft import LoraConfig
 
 import tpuport
+from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
 from tpuport import targets
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of, port_module, seam_of
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.patching import Patch
@@ -124,13 +125,6 @@ def test_what_makes_no_sense_says_so(name: str) -> None:
         REFUSED[name](pipeline)
 
 
-def test_a_backend_of_attention_that_there_is_not_is_said_not_to_be() -> None:
-    pipeline, _ = pipeline_of()
-    tpuport.port(pipeline)
-    with pytest.raises(UsageError, match=r"'nativ'.*: diffusers has no such backend"):
-        pipeline.transformer.set_attention_backend("nativ")
-
-
 def cast_by_layers(module: Any) -> None:
     module.enable_layerwise_casting(
         storage_dtype=torch.bfloat16, compute_dtype=torch.float32
@@ -185,6 +179,8 @@ def test_what_means_the_same_is_honoured() -> None:
     assert pipeline.to("cpu") is pipeline
     assert pipeline.to(torch.bfloat16) is pipeline
     assert pipeline.transformer.dtype == torch.bfloat16
+    with pytest.raises(UsageError, match=r"'nativ'.*: diffusers has no such backend"):
+        pipeline.transformer.set_attention_backend("nativ")
 
 
 def test_a_component_may_stay_on_the_host(upstream: torch.Tensor) -> None:
@@ -196,30 +192,32 @@ def test_a_component_may_stay_on_the_host(upstream: torch.Tensor) -> None:
         tpuport.port(pipeline_of()[0], on_host=["text_encode"])
 
 
+def adapted(pipeline: Any, seed: int = 1) -> None:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    pipeline.transformer.add_adapter(config, adapter_name="a")
+
+
+def scaled(pipeline: Any) -> None:
+    pipeline.transformer.set_adapters("a", 0.5)
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_an_adapter_is_in_the_numbers(after: bool, upstream: torch.Tensor) -> None:
-    def adapt(pipeline: Any) -> None:
-        torch.manual_seed(1)
-        config = LoraConfig(
-            r=2, target_modules=["to_q", "to_v"], init_lora_weights=False
-        )
-        pipeline.transformer.add_adapter(config)
-
-    theirs, call = pipeline_of()
-    adapt(theirs)
+    (theirs, call), (mine, _) = pipeline_of(), pipeline_of()
+    adapted(theirs)
     expected = latents(theirs, call)
     assert not near(expected, upstream)
-    mine, _ = pipeline_of()
     if after:
         tpuport.port(mine)
         assert near(latents(mine, call), upstream)
-        adapt(mine)
+        adapted(mine)
     else:
-        adapt(mine)
+        adapted(mine)
         tpuport.port(mine)
     assert near(latents(mine, call), expected)
     if after:  # peft changes a dict, then weights, in place
-        for change in (scaled, fused):
+        for change in (scaled, lambda pipeline: pipeline.fuse_lora()):
             change(theirs), change(mine)
             assert near(latents(mine, call), latents(theirs, call))
         mine.unfuse_lora()
@@ -227,20 +225,8 @@ def test_an_adapter_is_in_the_numbers(after: bool, upstream: torch.Tensor) -> No
     assert near(latents(mine, call), upstream)
 
 
-def adapted(pipeline: Any, seed: int = 1) -> None:
-    torch.manual_seed(seed)
-    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
-    pipeline.transformer.add_adapter(config, adapter_name="a")
-
-
-def came_and_went(pipeline: Any) -> None:
-    adapted(pipeline)
-    pipeline.fuse_lora()
-    pipeline.unload_lora_weights()
-
-
-def other_came_and_went(pipeline: Any) -> None:
-    adapted(pipeline, 2)
+def came_and_went(pipeline: Any, seed: int = 1) -> None:
+    adapted(pipeline, seed)
     pipeline.fuse_lora()
     pipeline.unload_lora_weights()
 
@@ -251,22 +237,21 @@ def fused_weakly(pipeline: Any) -> None:
     pipeline.fuse_lora()
 
 
-def fused_in_full(pipeline: Any, scale: float = 1.0) -> None:
+def fused_again(pipeline: Any, scale: float) -> None:
+    """The second time the programs are known."""
     pipeline.unfuse_lora()
     pipeline.transformer.set_adapters("a", scale)
     pipeline.fuse_lora()
 
 
-def fused_weakly_again(pipeline: Any) -> None:
-    """The programs are known."""
-    fused_in_full(pipeline, 0.25)
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("WanPipeline", (came_and_went, other_came_and_went)),
-        ("CogVideoXPipeline", (fused_weakly, fused_in_full, fused_weakly_again)),
+        ("WanPipeline", (came_and_went, partial(came_and_went, seed=2))),
+        (
+            "CogVideoXPipeline",
+            (fused_weakly, *(partial(fused_again, scale=s) for s in (1.0, 0.25))),
+        ),
     ],
     ids=["came and went", "fused again"],
 )
@@ -296,14 +281,6 @@ def test_a_call_without_a_change_places_no_weights_again() -> None:
     latents(mine, call)
     for name, entry in seam_of(mine).entries.items():
         assert entry._weights is placed[name]
-
-
-def scaled(pipeline: Any) -> None:
-    pipeline.transformer.set_adapters("default", 0.5)
-
-
-def fused(pipeline: Any) -> None:
-    pipeline.fuse_lora()
 
 
 def test_a_component_that_was_replaced_is_refused() -> None:
@@ -347,16 +324,6 @@ def test_upstreams_caches_are_honoured(which: int, upstream: torch.Tensor) -> No
     assert near(latents(mine, call), expected)
 
 
-class Told(Reporter):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -390,7 +357,7 @@ def test_chips_that_stay_unused_are_told(
 ) -> None:
     monkeypatch.setattr("tpuport.core.mesh.device_mesh.place_mesh", lambda *_: None)
     devices: Any = [SimpleNamespace(platform=platform)] * 8
-    told = Told()
+    told = Heard()
     targets.place(MeshSpec(sp=3), devices, told)
     assert len(told.lines) == (platform == "tpu")
     assert all("3 of 8" in line for line in told.lines)
@@ -399,7 +366,7 @@ def test_chips_that_stay_unused_are_told(
 def test_a_plugin_that_knows_the_class_is_used_and_says_so() -> None:
     pipeline, call = pipeline_of("CogVideoXPipeline")
     expected = latents(pipeline, call)
-    told = Told()
+    told = Heard()
     tpuport.port(pipeline, mesh="sp=2", reporter=told)
     assert near(latents(pipeline, call), expected)
     assert "with the plugin of cogvideox and native blocks" in told.lines[0]
@@ -409,20 +376,6 @@ def test_a_plugin_that_knows_the_class_is_used_and_says_so() -> None:
     entry = seam.entries["transformer"]
     assert entry.plan is not None
     assert len(entry.plan.rules) > 1
-
-
-def test_an_adapter_is_not_passed_over_by_native_blocks() -> None:
-    theirs, call = pipeline_of("CogVideoXPipeline")
-    plain = latents(theirs, call)
-    torch.manual_seed(1)
-    config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
-    theirs.transformer.add_adapter(config)
-    expected = latents(theirs, call)
-    assert not near(expected, plain)
-    told = Told()
-    tpuport.port(theirs, reporter=told)
-    assert near(latents(theirs, call), expected)
-    assert "without the plugin" in told.lines[-1]
 
 
 def test_blocks_of_a_plugin_that_hooks_call_are_upstreams() -> None:
@@ -440,14 +393,23 @@ class Halved(CogVideoXAttnProcessor2_0):
         return tuple(x / 2 for x in super().__call__(*args, **kwargs))
 
 
-def test_a_processor_of_attention_is_not_passed_over_by_native_blocks() -> None:
+def halved(pipeline: Any) -> None:
+    pipeline.transformer.set_attn_processor(Halved())
+
+
+@pytest.mark.parametrize("change", [adapted, halved])
+def test_native_blocks_pass_over_no_adapter_and_no_attention(
+    change: Callable[[Any], None],
+) -> None:
     theirs, call = pipeline_of("CogVideoXPipeline")
     plain = latents(theirs, call)
-    theirs.transformer.set_attn_processor(Halved())
+    change(theirs)
     expected = latents(theirs, call)
     assert not near(expected, plain)
-    tpuport.port(theirs)
+    told = Heard()
+    tpuport.port(theirs, reporter=told)
     assert near(latents(theirs, call), expected)
+    assert "without the plugin" in told.lines[-1]
 
 
 def test_the_plugin_comes_back_when_the_adapter_goes() -> None:

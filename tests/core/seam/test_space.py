@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.core.heard import Heard
 from tests.tolerances import TOLERANCES
 from tpuport.core.enums import Blocks
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -24,16 +25,6 @@ from tpuport.errors import PluginError
 from tpuport.targets import general_target, place_for_port
 
 ATOL = TOLERANCES["mesh float32"]
-
-
-class Said(Reporter):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def ported(module: torch.nn.Module, mesh: str, said: Reporter | None = None) -> Any:
@@ -166,7 +157,7 @@ def test_rows_and_columns_are_split_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_that_become_one_stay_together(rows: int, columns: int) -> None:
     # 10 x 14 are halved once, and 9 rows become 4: that picture is whole everywhere.
     encoder, x = frozen(Encoder()), latents(1, 3, 2, rows, columns)
-    said = Said()
+    said = Heard()
     found, expected = ported(encoder, "sp=3", said)(x), encoder(x)
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) <= ATOL
@@ -175,7 +166,7 @@ def test_rows_that_become_one_stay_together(rows: int, columns: int) -> None:
 
 
 def test_a_small_picture_takes_some_of_the_devices() -> None:
-    vae, said, z = frozen(Vae()), Said(), latents(1, 4, 2, 2, 5)
+    vae, said, z = frozen(Vae()), Heard(), latents(1, 4, 2, 2, 5)
     found = ported(vae, "sp=8", said).decode(z)
     assert float((found - vae.decode(z)).abs().max()) <= ATOL
     assert [line for line in said.lines if "2 x 5 has 4 parts" in line]
@@ -183,7 +174,7 @@ def test_a_small_picture_takes_some_of_the_devices() -> None:
 
 def test_a_border_wider_than_a_part_takes_fewer_devices() -> None:
     wide = frozen(torch.nn.Conv2d(4, 4, 7, padding=3))
-    said, x = Said(), latents(1, 4, 4, 8)
+    said, x = Heard(), latents(1, 4, 4, 8)
     found = ported(wide, "sp=4", said)(x)
     assert float((found - wide(x)).abs().max()) <= ATOL
     assert [line for line in said.lines if "4 x 8 has 2 parts" in line]
@@ -244,22 +235,10 @@ def test_another_split_is_refused() -> None:
 # What is not local in a picture, and no code of the port exchanges.
 
 
-def mean(x: torch.Tensor) -> torch.Tensor:
-    return x - x.mean(dim=(-2, -1), keepdim=True)
-
-
 def attention(x: torch.Tensor) -> torch.Tensor:
     tokens = x.flatten(2).transpose(1, 2)
     out = F.scaled_dot_product_attention(tokens, tokens, tokens)
     return out.transpose(1, 2).unflatten(2, x.shape[2:])
-
-
-def positions(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.arange(x.shape[-1], device=x.device) / 100
-
-
-def fixed(x: torch.Tensor) -> torch.Tensor:
-    return F.interpolate(x, size=(2, 8, 24))
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
@@ -267,29 +246,37 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(3).unflatten(3, (columns, rows)).transpose(3, 4)
 
 
-def cut(x: torch.Tensor) -> torch.Tensor:
-    return F.pad(x[..., 1:-1], (1, 1))
-
-
-def beside(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.roll(x, 1, dims=-1)
-
-
 def turned(x: torch.Tensor) -> torch.Tensor:
     weight = x.new_ones(4, 4, 1, 3, 3)
     return F.conv3d(x.transpose(3, 4), weight, padding=(0, 1, 1)).transpose(3, 4)
 
 
-def norm_of_tokens(x: torch.Tensor) -> torch.Tensor:
-    return F.group_norm(x.flatten(2), 2).unflatten(2, x.shape[2:])
-
-
-def summed(x: torch.Tensor) -> torch.Tensor:
-    return x.cumsum(-1)
-
-
-def number(x: torch.Tensor) -> torch.Tensor:
-    return x / x.abs().max()
+COLUMNS = "a reduction over columns"
+NOT_LOCAL: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "mean": (lambda x: x - x.mean(dim=(-2, -1), keepdim=True), COLUMNS),
+    "attention": (attention, "a product that sums over|a reduction over"),
+    "positions": (
+        lambda x: x + torch.arange(x.shape[-1], device=x.device) / 100,
+        "a device's part with an array that is whole",
+    ),
+    "fixed": (
+        lambda x: F.interpolate(x, size=(2, 8, 24)),
+        r"make \[1, 4, 2, 8, 48\], where upstream makes \[1, 4, 2, 8, 24\]",
+    ),
+    "mixed": (mixed, "a reshape cuts"),
+    "cut": (lambda x: F.pad(x[..., 1:-1], (1, 1)), "takes some columns"),
+    "beside": (
+        lambda x: x + torch.roll(x, 1, dims=-1),
+        "takes some columns|joins along columns",
+    ),
+    "turned": (turned, "dim is not the picture's columns"),
+    "norm of tokens": (
+        lambda x: F.group_norm(x.flatten(2), 2).unflatten(2, x.shape[2:]),
+        "columns",
+    ),
+    "summed": (lambda x: x.cumsum(-1), "columns"),
+    "number": (lambda x: x / x.abs().max(), COLUMNS),
+}
 
 
 class Plain(torch.nn.Module):
@@ -302,27 +289,11 @@ class Plain(torch.nn.Module):
         return self.does(x * self.scale)
 
 
-@pytest.mark.parametrize(
-    ("does", "named"),
-    [
-        (mean, "a reduction over columns"),
-        (attention, "a product that sums over|a reduction over"),
-        (positions, "a device's part with an array that is whole"),
-        (fixed, r"make \[1, 4, 2, 8, 48\], where upstream makes \[1, 4, 2, 8, 24\]"),
-        (mixed, "a reshape cuts"),
-        (cut, "takes some columns"),
-        (beside, "takes some columns|joins along columns"),
-        (turned, "dim is not the picture's columns"),
-        (norm_of_tokens, "columns"),
-        (summed, "columns"),
-        (number, "a reduction over columns"),
-    ],
-)
-def test_what_is_not_local_is_refused_by_name(
-    does: Callable[[torch.Tensor], torch.Tensor], named: str
-) -> None:
+@pytest.mark.parametrize("name", NOT_LOCAL)
+def test_what_is_not_local_is_refused_by_name(name: str) -> None:
+    does, named = NOT_LOCAL[name]
     x = latents(1, 4, 2, 4, 12)
     with pytest.raises(PluginError, match=named) as refused:
         ported(Plain(does), "sp=2")(x)
     # Where the whole result is wrong, no single line is.
-    assert (does is fixed) or "seam/test_space.py:" in str(refused.value)
+    assert name == "fixed" or "seam/test_space.py:" in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import torch
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.patches.tools import apply
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
@@ -81,7 +83,7 @@ def test_a_weight_in_another_order_gives_the_same(monkeypatch: Any) -> None:
         return Format(order, sharding) if len(shape) == 5 else sharding
 
     monkeypatch.setattr(placement, "in_order", turned)
-    structs = abstract_weights(ported, plan, mesh, lambda name, t: jnp.float32)
+    structs = abstract_weights(ported, plan, mesh)
     arrays = ((name, to_numpy(t)) for name, t in tensors.items())
     weights = place_weights(ported, structs, arrays)
     layout = weights["weight"].format.layout
@@ -90,6 +92,6 @@ def test_a_weight_in_another_order_gives_the_same(monkeypatch: Any) -> None:
     whole = NamedSharding(mesh, PartitionSpec())
     given = jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=whole)
     # As programs are compiled, from shapes, and then run.
-    run = jax.jit(ported.apply).lower(structs, given).compile()
+    run = jax.jit(functools.partial(apply, ported)).lower(structs, given).compile()
     found = run(weights, jax.device_put(to_numpy(x), whole))
     assert (to_torch(found) - module(x)).abs().max() <= TOLERANCES["module float32"]

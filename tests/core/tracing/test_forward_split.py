@@ -12,7 +12,8 @@ import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel
 
-from tests.core.tracing.towers import arrays, call, captured, port, resumed
+from tests.core.tracing.towers import arrays, captured, port, resumed
+from tests.patches.tools import apply
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.errors import PluginError
@@ -56,7 +57,7 @@ OF_PLAIN = ForwardSplit(blocks=("model.transformer_blocks",), head=("hidden_stat
 
 
 def ported(layers: int = 2) -> tuple[PortedModule, dict[str, jax.Array]]:
-    return port(Plain(layers), ())
+    return port(Plain(layers), stacked=False)
 
 
 def given() -> tuple[jax.Array, ...]:
@@ -64,35 +65,6 @@ def given() -> tuple[jax.Array, ...]:
     x = torch.randn(2, 2, 4, 4, 8, generator=generator)
     text = torch.randn(2, 6, 8, generator=generator)
     return arrays((x, text, torch.tensor([500, 500])))
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_capturing_changes_nothing_and_resuming_gives_the_same(where: Where) -> None:
-    program, weights = ported()
-    inputs = given()
-    expected = call(program, weights, *inputs)
-
-    def full(w: Any, x: Any) -> Any:
-        return captured(program, w, OF_PLAIN, where, *x)
-
-    def cached(w: Any, s: Any, x: Any) -> Any:
-        return resumed(program, w, OF_PLAIN, where, s, *x)
-
-    out, state = jax.jit(full)(weights, inputs)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
-    assert set(state) == set(OF_PLAIN.names(where))
-    again = jax.jit(cached)(weights, state, inputs)
-    np.testing.assert_allclose(again, expected, rtol=0, atol=1e-6)
-    # The state is used, all of it, and nothing but the state.
-    for name in state:
-        other = {**state, name: state[name][..., ::-1]}
-        moved = jax.jit(cached)(weights, other, inputs)
-        assert float(abs(moved - expected).max()) > 1e-3
-    same = jax.jit(cached)(weights, state, (-inputs[0], *inputs[1:]))
-    np.testing.assert_array_equal(same, again)
-    # Not compiled: the same operations one by one, so the same bits.
-    out, _ = captured(program, weights, OF_PLAIN, where, *inputs)
-    np.testing.assert_array_equal(out, program.apply(weights, *inputs))
 
 
 def products(function: Callable[..., Any], *args: Any) -> int:
@@ -109,7 +81,7 @@ def test_a_resumed_forward_compiles_to_what_it_needs() -> None:
         program, weights = ported(layers)
 
         def plain(w: Any, x: Any, program: PortedModule = program) -> Any:
-            return program.apply(w, *x)
+            return apply(program, w, *x)
 
         counts[layers, "plain"] = products(plain, weights, inputs)
         for where in WHERE:
@@ -236,25 +208,18 @@ def test_a_state_is_not_changed_by_later_writes_in_place() -> None:
         assert toy(torch.zeros(1)) == 50
 
 
-def test_forwards_are_restored_also_after_an_error_and_when_they_were_overridden() -> (
-    None
-):
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_forwards_are_restored_also_after_an_error(resumes: bool, where: Where) -> None:
     toy = Toy()
     own = toy.blocks[2].forward = lambda x, y: x * 7
-    for where in WHERE:
-        with (
-            pytest.raises(RuntimeError, match="upstream failed"),
-            resume(toy, ONE, where, {"x": torch.zeros(1)}),
-        ):
-            raise RuntimeError("upstream failed")
-        with (
-            pytest.raises(RuntimeError, match="upstream failed"),
-            capture(toy, ONE, where),
-        ):
-            raise RuntimeError("upstream failed")
+    context = capture(toy, ONE, where)
+    if resumes:
+        context = resume(toy, ONE, where, {"x": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="upstream failed"), context:
+        raise RuntimeError("upstream failed")
     assert toy.blocks[2].forward is own
-    assert "forward" not in vars(toy.blocks[0])
-    assert "forward" not in vars(toy.blocks[1])
+    assert not any("forward" in vars(block) for block in toy.blocks[:2])
 
 
 @pytest.mark.parametrize(
@@ -278,25 +243,24 @@ def test_a_wrong_declaration_is_named(split: ForwardSplit, message: str) -> None
         toy(torch.zeros(1))
 
 
-def test_a_forward_that_runs_otherwise_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("state", "times", "message"),
+    [
+        (None, 2, "ran twice"),
+        (None, 0, r"blocks\.2 did not run"),
+        ("x", 0, "the state was not used"),
+        ("hidden", 1, r"has \['x'\], not \['hidden'\]"),
+    ],
+)
+def test_a_forward_that_runs_otherwise_is_an_error(
+    state: str | None, times: int, message: str
+) -> None:
     toy = Toy()
-    with pytest.raises(PluginError, match="ran twice"), capture(toy, ONE, "after_last"):
-        toy(torch.zeros(1), times=2)
-    with (
-        pytest.raises(PluginError, match=r"blocks\.2 did not run"),
-        capture(toy, ONE, "after_last"),
-    ):
-        toy(torch.zeros(1), times=0)
-    with (
-        pytest.raises(PluginError, match="the state was not used"),
-        resume(toy, ONE, "after_last", {"x": torch.zeros(1)}),
-    ):
-        toy(torch.zeros(1), times=0)
-    with (
-        pytest.raises(PluginError, match=r"has \['x'\], not \['hidden'\]"),
-        resume(toy, ONE, "after_last", {"hidden": torch.zeros(1)}),
-    ):
-        pass
+    context = capture(toy, ONE, "after_last")
+    if state is not None:
+        context = resume(toy, ONE, "after_last", {state: torch.zeros(1)})
+    with pytest.raises(PluginError, match=message), context:
+        toy(torch.zeros(1), times=times)
 
 
 def test_the_head_is_part_of_the_state() -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from tests.patches.tools import apply
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
@@ -87,8 +88,10 @@ def test_it_is_the_same_function_as_torchs(toy: Toy, ported: PortedModule) -> No
     toy.eval()
     with torch.no_grad():
         expected = toy(X, extra={"more": X})
-    call = jax.jit(lambda w, x: ported.apply(w, x, extra={"more": x}))
+    toy.train()  # and still without dropout
+    call = jax.jit(lambda w, x: apply(ported, w, x, extra={"more": x}))
     assert_same(call(weights, x), expected)
+    assert toy.inner[1].training
 
 
 def test_the_weights_given_are_used_for_every_name_of_a_tied_one(
@@ -96,7 +99,7 @@ def test_the_weights_given_are_used_for_every_name_of_a_tied_one(
 ) -> None:
     weights = weights_of(ported)
     weights["embed.weight"] = 3 * weights["embed.weight"]
-    found = ported.apply(weights, jnp.asarray(X.numpy()))
+    found = apply(ported, weights, jnp.asarray(X.numpy()))
     with torch.no_grad():
         toy.embed.weight.mul_(3)
         expected = toy.eval()(X)
@@ -118,7 +121,7 @@ def test_the_module_is_as_before_also_after_an_error(
     flags = [child.training for child in toy.modules()]
     before = {k: v.clone() for k, v in toy.state_dict().items()}
     embed, x = toy.embed.weight, jnp.asarray(X.numpy())
-    ported.apply(weights_of(ported), x)
+    apply(ported, weights_of(ported), x)
     with pytest.raises(RuntimeError, match="upstream failed"):
         ported.call(weights_of(ported), lambda x: ported.module.fail(x), x)
     assert [child.training for child in toy.modules()] == flags
@@ -127,22 +130,17 @@ def test_the_module_is_as_before_also_after_an_error(
     assert all(torch.equal(v, before[k]) for k, v in toy.state_dict().items())
 
 
-def test_there_is_no_dropout(ported: PortedModule) -> None:
-    ported.module.train()
-    weights, x = weights_of(ported), jnp.asarray(X.numpy())
-    assert jnp.array_equal(ported.apply(weights, x), ported.apply(weights, x))
-    assert ported.module.training
-
-
 def test_it_lowers_on_abstract_arrays_with_no_weights_at_all() -> None:
     with torch.device("meta"):
         toy = Toy()
     ported = PortedModule(toy, model_runtime(mesh=None, platform="cpu"))
-    abstract = ported.abstract_weights(lambda name, tensor: jnp.bfloat16)
-    assert set(abstract) == {*ported.names.stored, *ported.names.computed}
-    assert abstract["inner.0.bias"].shape == (6,)
+    tensors = ported.tensors()
+    abstract = {
+        name: jax.ShapeDtypeStruct(tuple(tensors[name].shape), jnp.bfloat16)
+        for name in (*ported.names.stored, *ported.names.computed)
+    }
     x = jax.ShapeDtypeStruct((3, 6), jnp.bfloat16)
-    lowered = jax.jit(lambda w, x: ported.apply(w, x)).lower(abstract, x)
+    lowered = jax.jit(lambda w, x: apply(ported, w, x)).lower(abstract, x)
     assert lowered.out_info.shape == (3, 6)
     assert lowered.out_info.dtype == jnp.bfloat16
 
@@ -151,7 +149,7 @@ def test_weights_are_arguments_of_the_program_and_never_constants(
     ported: PortedModule,
 ) -> None:
     weights, x = weights_of(ported), jnp.asarray(X.numpy())
-    closed = jax.make_jaxpr(lambda w, x: ported.apply(w, x))(weights, x)
+    closed = jax.make_jaxpr(lambda w, x: apply(ported, w, x))(weights, x)
     assert len(closed.jaxpr.invars) == len(weights) + 1
     assert [c for c in closed.consts if getattr(c, "size", 1) > 1] == []
     inputs = [v for equation in closed.jaxpr.eqns for v in equation.invars]

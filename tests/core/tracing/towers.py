@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tests.patches.tools import apply
 from tpuport.core.arrays import to_numpy
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.core.tracing.ported_module import PortedModule
 
@@ -91,11 +93,12 @@ def inputs_of(batch: int = 2) -> tuple[torch.Tensor, ...]:
 
 
 def port(
-    module: torch.nn.Module, stacked: Any = ("blocks",)
+    module: Any, *, stacked: bool = True, period: int = 1
 ) -> tuple[PortedModule, dict[str, jax.Array]]:
     """The module on one device with its own weights."""
     runtime = model_runtime(mesh=None, platform="cpu")
-    ported = PortedModule(module, runtime, stacked)
+    stack = Stack("blocks", 0, tuple(module.blocks) if stacked else (), period)
+    ported = PortedModule(module, runtime, (stack,) if stacked else ())
     tensors = ported.tensors()
     weights: dict[str, jax.Array] = {}
     for array, members in ported.arrays.items():
@@ -109,7 +112,7 @@ def arrays(tensors: tuple[torch.Tensor, ...]) -> tuple[jax.Array, ...]:
 
 
 def call(ported: PortedModule, weights: Any, *inputs: Any) -> Any:
-    return jax.jit(lambda w, args: ported.apply(w, *args))(weights, inputs)
+    return jax.jit(lambda w, args: apply(ported, w, *args))(weights, inputs)
 
 
 def captured(

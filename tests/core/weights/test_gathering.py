@@ -15,6 +15,7 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.seam import module_weights
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.ported import seam_of
+from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import gathering
 from tpuport.core.weights.gathering import gathered
@@ -79,7 +80,7 @@ def planned(mesh: str, room: float) -> Any:
     module = Tower()
     return gathered(
         plan,
-        PortedModule(module, None, ("blocks",)),
+        PortedModule(module, None, (Stack("blocks", 0, tuple(module.blocks)),)),
         weights,
         room=room,  # type: ignore[arg-type]
     )

@@ -16,10 +16,11 @@ import torch
 from jax.sharding import PartitionSpec
 
 from tests.core.tracing.towers import Tower, tower
-from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.arrays import to_numpy
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import placement
 from tpuport.core.weights.placement import abstract_weights, place_weights
@@ -38,24 +39,16 @@ def planned(
     module: Tower, rules: tuple[ShardRule, ...] = RULES
 ) -> tuple[PortedModule, ShardingPlan, Any]:
     mesh = build_mesh(MeshSpec(dp=1, tp=2))
-    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"), ("blocks",))
+    stack = Stack("blocks", 0, tuple(module.blocks))
+    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"), (stack,))
     stored = dict(module.state_dict())
     plan = plan_sharding(rules, stored, dict(mesh.shape), component="tower")
     return ported, plan, mesh
 
 
-def abstract(
-    ported: PortedModule, plan: ShardingPlan, mesh: Any
-) -> dict[str, jax.ShapeDtypeStruct]:
-    def dtype(name: str, tensor: torch.Tensor) -> Any:
-        return array_dtype(tensor)
-
-    return abstract_weights(ported, plan, mesh, dtype)
-
-
 def test_a_stack_is_split_as_its_blocks_are() -> None:
     ported, plan, mesh = planned(tower(count=3))
-    found = abstract(ported, plan, mesh)
+    found = abstract_weights(ported, plan, mesh)
     assert {n: (s.shape, s.sharding.spec) for n, s in found.items()} == {
         "blocks.*.linear.weight": ((3, 6, 6), PartitionSpec(None, None, "tp")),
         "blocks.*.mix.weight": ((3, 6, 6), PartitionSpec(None, "tp", None)),
@@ -75,7 +68,7 @@ def test_blocks_of_a_stack_that_are_split_differently_are_refused() -> None:
         *(rule for rule in RULES if "mix" not in rule.pattern),
     )
     with pytest.raises(ShardingError) as caught:
-        abstract(*planned(tower(count=3), rules))
+        abstract_weights(*planned(tower(count=3), rules))
     assert "blocks.1.mix.weight is split by" in str(caught.value)
     assert "blocks.*.mix.weight" in str(caught.value)
 
@@ -86,7 +79,7 @@ def test_stacks_are_filled_in_whatever_order_tensors_come(
 ) -> None:
     monkeypatch.setattr(placement, "GATHERED_BYTES", gathered)
     ported, plan, mesh = planned(tower(count=5))
-    wanted = abstract(ported, plan, mesh)
+    wanted = abstract_weights(ported, plan, mesh)
     tensors = ported.tensors()
     names = [*ported.names.stored, *ported.names.computed]
     random.Random(0).shuffle(names)
@@ -118,7 +111,7 @@ class Wide(torch.nn.Module):
 def test_the_host_holds_a_few_tensors_and_the_devices_each_weight_once() -> None:
     rules = (ShardRule(pattern=r"blocks\.\d+\.weight", spec=("tp", None)),)
     ported, plan, mesh = planned(Wide(), rules)  # type: ignore[arg-type]
-    wanted = abstract(ported, plan, mesh)
+    wanted = abstract_weights(ported, plan, mesh)
     alive: list[int] = []
     held: list[int] = []
     gc.collect()

@@ -24,47 +24,39 @@ def counting(target: Target) -> tuple[Target, Counter[str]]:
     ran: Counter[str] = Counter()
     counted = replace(
         target,
-        patches=tuple(_patch(patch, ran) for patch in target.patches),
-        overrides=tuple(_override(override, ran) for override in target.overrides),
+        patches=tuple(
+            replace(patch, replacement=_replacement(patch, ran))
+            for patch in target.patches
+        ),
+        overrides=tuple(
+            replace(one, make=functools.partial(_made, one, ran))
+            for one in target.overrides
+        ),
     )
     return counted, ran
 
 
-def _patch(patch: Patch, ran: Counter[str]) -> Patch:
+def _replacement(patch: Patch, ran: Counter[str]) -> Any:
     new: Any = patch.replacement
     if isinstance(new, str):
         new = pkgutil.resolve_name(new)
-    if patch.wraps:
 
-        def wrapped(original: Any) -> Any:
-            return _counted(new(original), patch.name, ran)
+    def counted(function: Any) -> Any:
+        if isinstance(function, staticmethod | classmethod):
+            return type(function)(counted(function.__func__))
+        is_function = isinstance(function, FunctionType)
+        return _counted(function, patch.name, ran) if is_function else function
 
-        return replace(patch, replacement=wrapped)
-    if isinstance(new, staticmethod | classmethod):
-        kind: Any = type(new)
-        new = kind(_counted(new.__func__, patch.name, ran))
-        return replace(patch, replacement=new)
-    return replace(patch, replacement=_counted(new, patch.name, ran))
+    return (lambda original: counted(new(original))) if patch.wraps else counted(new)
 
 
-def _override(override: OpOverride, ran: Counter[str]) -> OpOverride:
-    def make(context: OpContext) -> Callable[..., Any]:
-        found: Callable[..., Any] = override.make(context)
-
-        @functools.wraps(found)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            ran[override.name] += 1
-            return found(*args, **kwargs)
-
-        return run
-
-    return replace(override, make=make)
+def _made(
+    override: OpOverride, ran: Counter[str], context: OpContext
+) -> Callable[..., Any]:
+    return _counted(override.make(context), override.name, ran)
 
 
-def _counted(function: Any, name: str, ran: Counter[str]) -> Any:
-    if not isinstance(function, FunctionType):
-        return function
-
+def _counted(function: Any, name: str, ran: Counter[str]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         ran[name] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -17,21 +17,13 @@ from typing import Any
 import torch
 
 from tpuport.core.drive.step_caches import StepCaches
-from tpuport.core.drive.tape import Tape
+from tpuport.core.drive.tape import Recorded, StageEnd, Tape
 from tpuport.core.enums import Backend, StageName, denoises
 from tpuport.core.reports import Reporter, StageReport
-from tpuport.core.seam.journal import Asked, Called, Journal
-from tpuport.core.seam.standing import Standing, is_ported
+from tpuport.core.seam.journal import Asked, Journal
+from tpuport.core.seam.standing import Standing, Stepping, is_ported
 
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
-
-
-def _made(stage: StageName, name: str, run: Callable[[], Any]) -> Any:
-    return run()
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(eq=False)
@@ -55,19 +47,26 @@ class Drive:
     backend: Backend
     tape: Tape | None = None
     before_live: Callable[[str], None] = lambda name: None
-    around: Callable[[StageName, str, Callable[[], Any]], Any] = _made
+    around: Callable[[StageName, str, Callable[[], Any]], Any] = (
+        lambda stage, name, run: run()
+    )
     caches: StepCaches | None = None
-    on_step: Callable[[], None] = _nothing
+    on_step: Callable[[], None] = lambda: None
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
     stage: StageName | None = None
     made: int = 0
     _since: float = 0.0
-    _schedulers: int = 0
+    _schedulers: dict[int, tuple[int, Any]] = field(default_factory=dict)
     _again: int = 0
     _told: bool = False
     _stepped: bool = False
     _under_way: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tape is not None:
+            self.tape.caches = self.caches
+            self.tape.place = self.journal.between.of_host
 
     @property
     def _reporter(self) -> Reporter:
@@ -128,14 +127,14 @@ class Drive:
 
         return self.tape.call(replace(asked, answer=live), after=after)
 
-    def new_scheduler(self) -> int:
-        """The number of a scheduler; the pipeline's own is 0."""
-        self._schedulers += 1
-        return self._schedulers - 1
+    def key_of(self, scheduler: Any) -> int:
+        """The number of a scheduler; the pipeline's own is 0, copies come later."""
+        number = len(self._schedulers)
+        return self._schedulers.setdefault(id(scheduler), (number, scheduler))[0]
 
-    def step(self, key: int, scheduler: Any, run: Callable[[], Any]) -> Any:
+    def step(self, scheduler: Any, run: Callable[[], Any]) -> Any:
         """The result of a scheduler's step; of a copied one, nobody is told."""
-        tape, between = self.tape, self.journal.between
+        key, tape, between = self.key_of(scheduler), self.tape, self.journal.between
         live = tape is None or tape.live
         if key == 0 and self.caches is not None:
             self.caches.stepping(self._timesteps, self._planned())
@@ -203,7 +202,7 @@ class Drive:
         calls = [c for c in self.journal.calls if c.started >= self._since]
         made = tuple(c.compiled for c in calls if c.compiled is not None)
         ends = self.steps[self._again :] if stage == StageName.DENOISE else []
-        compiled = [_end(call) for call in calls if call.compiled is not None]
+        compiled = [c.started + c.seconds for c in calls if c.compiled is not None]
         # The first step, and a step that compiled, are no steady ones.
         steady = [
             end - begin
@@ -222,22 +221,23 @@ class Drive:
         )
 
 
-def _end(call: Called) -> float:
-    return call.started + call.seconds
-
-
 @contextlib.contextmanager
 def driving(
-    pipeline: Any, journal: Journal, backend: Backend, tape: Tape | None = None
+    pipeline: Any,
+    journal: Journal,
+    backend: Backend,
+    tape: Tape | None = None,
+    **how: Any,
 ) -> Iterator[Drive]:
     """Watch the calls of ``pipeline`` in this block.
 
     Args:
         journal: of its seam; of an upstream pipeline that is not ported, a new one.
         tape: answers what was recorded, and records the rest.
+        how: other fields of the drive.
     """
     scheduler = pipeline.components.get("scheduler")
-    drive = Drive(scheduler, journal, backend, tape)
+    drive = Drive(scheduler, journal, backend, tape, **how)
     on_host = {
         name: component
         for name, component in pipeline.components.items()
@@ -269,29 +269,10 @@ def _schedulers(pipeline: Any) -> list[Any]:
     return list(found.values())
 
 
-class _Step:
-    """In place of a scheduler's ``step``, with upstream's signature.
-
-    A pipeline may copy its scheduler, for sound say: the copy has its own ``step``.
-    """
-
-    def __init__(self, scheduler: Any, drive: Drive) -> None:
-        self._scheduler, self._drive = scheduler, drive
-        self._key = drive.new_scheduler()
-        functools.update_wrapper(self, scheduler.step)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = type(self._scheduler).step
-        run = functools.partial(step, self._scheduler, *args, **kwargs)
-        return self._drive.step(self._key, self._scheduler, run)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _Step(memo[id(self._scheduler)], self._drive)
-
-
 def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
+    drive.key_of(scheduler)
     before = vars(scheduler).get("step")
-    vars(scheduler)["step"] = _Step(scheduler, drive)
+    vars(scheduler)["step"] = Stepping(scheduler, drive.step)
     if before is None:
         stack.callback(vars(scheduler).pop, "step", None)
     else:  # a port's
@@ -312,3 +293,54 @@ def _sum(one: StageReport, other: StageReport) -> StageReport:
     counts = ("steady_calls", "steady_seconds")
     sums = {n: getattr(one, n) + getattr(other, n) for n in (*names, *counts)}
     return replace(one, **sums)
+
+
+def tape_of(
+    pipeline: Any,
+    arguments: Mapping[str, Any],
+    before: Recorded,
+    until: StageName | None = None,
+) -> Tape:
+    """The tape of one call.
+
+    Args:
+        arguments: of the call; its generators are part of what is kept.
+        before: what an earlier run recorded.
+        until: the stage to end with.
+    """
+    given = arguments.get("generator")
+    generators = given if isinstance(given, list | tuple) else [given]
+    return Tape(
+        before,
+        until,
+        generators=tuple(one for one in generators if one is not None),
+        guidance={
+            name: component
+            for name, component in pipeline.components.items()
+            if name.startswith("guider")
+        },
+    )
+
+
+def called(
+    pipeline: Any,
+    arguments: Mapping[str, Any],
+    journal: Journal,
+    backend: Backend,
+    tape: Tape | None = None,
+    **how: Any,
+) -> tuple[Any, Drive]:
+    """What upstream returns, and what happened.
+
+    Args:
+        journal, tape, how: as of :func:`driving`; a step cache is in place.
+
+    Returns:
+        the output; ``None`` if the stage that the tape ends with is over.
+    """
+    with driving(pipeline, journal, backend, tape, **how) as drive:
+        try:
+            output = pipeline(**arguments)
+        except StageEnd:
+            output = None
+    return output, drive

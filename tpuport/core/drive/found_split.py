@@ -8,7 +8,6 @@ Nothing else that the blocks of the list made may reach the result of forward.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tpuport.core.seam.blocks import SMALLEST_SHARE
-from tpuport.core.seam.module_state import Attributes, ModuleTree, forgetting
+from tpuport.core.seam.module_state import (
+    Attributes,
+    ModuleTree,
+    forgetting,
+    without_numbers,
+)
 from tpuport.core.seam.values import content_of, put_together, same_content, take_apart
 from tpuport.core.tracing.block_stacks import forwards_replaced
 from tpuport.core.tracing.forward_split import ForwardSplit
@@ -248,17 +250,12 @@ def _without_numbers(
     """
     leaves: list[Any] = []
     form = take_apart((tuple(args), dict(kwargs)), leaves, [])
-    with contextlib.ExitStack() as stack:
-        # Whatever watches the tensors of forward has nothing to watch here.
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        fakes = [_empty(leaf) for leaf in leaves]
+    # Whatever watches the tensors of forward has nothing to watch here.
+    with _disable_current_modes(), without_numbers(block) as empty:
+        fakes = [*map(empty, leaves)]
         containers: list[Any] = []
         given, named = put_together(form, iter(fakes), containers)
         before = [content_of(one) for one in containers]
-        tensors = [*block.named_parameters(), *block.named_buffers()]
-        weights = {name: _empty(tensor) for name, tensor in tensors}
-        stack.enter_context(_reparametrize_module(block, weights))
         try:
             found = type(block).forward(block, *given, **named)
         except (RuntimeError, NotImplementedError) as error:
@@ -294,10 +291,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     leaves: list[torch.Tensor] = []
     take_apart(value, leaves, [])
     return leaves
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,11 +55,6 @@ class Kept:
         """The value, with tensors of its own; of shapes alone, zeros on the host."""
         return _Giving(self.settled().tensors, place).value(self.plain)
 
-    @property
-    def shape(self) -> Kept:
-        """The shapes and dtypes alone."""
-        return Kept(self.plain, tuple(tensor.to("meta") for tensor in self.tensors))
-
     def settled(self) -> Kept:
         """With the tensors on the devices that somebody reads; of others, shapes."""
         tensors = list(self.tensors)
@@ -79,7 +74,7 @@ def kept(value: Any, *, always: bool = False) -> Kept:
     Raises:
         KeptError: a part of it is of a class that no file can hold.
     """
-    return _take(value, with_values=True, always=always)
+    return _take(value, _Taking(always=always))
 
 
 def shape_of(value: Any) -> Kept:
@@ -88,21 +83,20 @@ def shape_of(value: Any) -> Kept:
     Raises:
         KeptError: as of :func:`kept`.
     """
-    return _take(value, with_values=False)
+    return _take(value, _Taking(with_values=False))
 
 
-def _take(value: Any, *, with_values: bool, always: bool = False) -> Kept:
-    taking = _Taking([], with_values, always, {})
+def _take(value: Any, taking: _Taking) -> Kept:
     plain = taking.plain(value, 0)
     return Kept(plain, tuple(taking.tensors), taking.later)
 
 
 @dataclass(slots=True)
 class _Taking:
-    tensors: list[torch.Tensor]
-    with_values: bool
-    always: bool
-    later: dict[int, Later]
+    with_values: bool = True
+    always: bool = False
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    later: dict[int, Later] = field(default_factory=dict)
 
     def plain(self, value: Any, depth: int) -> Any:
         kind = type(value)

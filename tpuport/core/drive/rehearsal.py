@@ -7,10 +7,9 @@ traced on shapes and answered with zeros. What is rehearsed is what runs.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -20,55 +19,42 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 
-from tpuport.core.arrays import array_dtype, torch_dtype
+from tpuport.core.arrays import torch_dtype
 from tpuport.core.drive.driving import Drive, driving
 from tpuport.core.drive.step_caches import standing, step_caches
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
-from tpuport.core.pipelines.folder import PipelineFolder
-from tpuport.core.programs.module_programs import ARITHMETIC, lowered, module_key
+from tpuport.core.pipelines.folder import PipelineFolder, is_a
+from tpuport.core.programs.module_programs import WHOLE, lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
-from tpuport.core.reports import Reporter
-from tpuport.core.seam.arithmetic import STAGES, Arithmetic
+from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.seam.device_tensors import DeviceTensor
+from tpuport.core.seam.devices import Devices, TracedProgram
 from tpuport.core.seam.entry import Entry, PortError
 from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.step_cache import StepCache
-from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.weights.configs import building
 from tpuport.core.weights.sharding import ShardingPlan
 
 
 @dataclass(kw_only=True, eq=False)
-class Rehearsed:
+class Rehearsed(TracedProgram):
     """One program of a run, traced for devices that are not there.
 
     Attributes:
-        name: of the module that was called: its component, and the path within.
-        module: that one; ``None`` of arithmetic between calls.
-        weights: shapes, dtypes and places of the weights.
         inputs: dtypes and shapes, such as ``"bfloat16[1,512,4096]"``.
         resident: bytes of weights of other modules on a device beside it.
         by_stage: how often upstream calls it in each stage.
-        attention, convolutions: what its calls run as.
-        stages: whose flags of the compiler it takes.
     """
 
-    name: str
-    module: torch.nn.Module | None = field(repr=False)
     mesh: jax.sharding.Mesh
-    weights: Mapping[str, Any]
     inputs: tuple[str, ...]
-    attention: tuple[AttentionRecord, ...]
-    convolutions: tuple[ConvolutionRecord, ...]
-    stages: tuple[str, ...]
     resident: int = 0
     by_stage: Counter[StageName] = field(default_factory=Counter)
-    _traced: jax.stages.Traced | None = field(default=None, repr=False)
     _lowered: jax.stages.Lowered | None = field(default=None, repr=False)
 
     @property
@@ -87,24 +73,14 @@ class Rehearsed:
         return self.name.partition(".")[0]
 
     @property
-    def program_name(self) -> str:
-        """The module's name, for people."""
-        return self.name
-
-    @property
     def flags(self) -> ChosenFlags:
         """What tpuport sets of the compiler's flags for it."""
         return flags_for(self.mesh.devices.flat[0], *self.stages)
 
-    def traced(self) -> jax.stages.Traced:
-        """The traced program."""
-        assert self._traced is not None
-        return self._traced
-
     def lowered(self) -> jax.stages.Lowered:
         """What ``.compile()`` is called on."""
         if self._lowered is None:
-            self._lowered = lowered(self.traced())
+            self._lowered = lowered(self.traced)
         return self._lowered
 
     def key(self) -> ProgramKey:
@@ -116,53 +92,63 @@ class Rehearsed:
 
     def forget(self) -> None:
         """Let go of what was traced, which of a whole model is large."""
-        self._traced = self._lowered = None
+        self._lowered = None
+        del self.traced
 
 
-class _Answers(Entry):
-    """A module whose calls are answered with zeros, and counted by stage."""
+class _Absent(Devices):
+    """Devices that are not there: calls are answered with shapes, and counted by stage.
 
-    def __init__(self, stage: Callable[[], StageName], *args: Any) -> None:
-        super().__init__(*args)
+    Attributes:
+        programs: all of them, also those that a later call made useless.
+    """
+
+    def __init__(self, stage: Callable[[], StageName], target: Target) -> None:
+        super().__init__(target)
         self._stage = stage
-        self._all: list[Rehearsed] = []
+        self.programs: list[Rehearsed] = []
 
-    def _executable(self, program: Program, traced: jax.stages.Traced) -> Rehearsed:
+    def compiled(
+        self, program: TracedProgram, seconds: float
+    ) -> tuple[Callable[..., Any], CompileReport]:
+        given = program.traced.jaxpr.in_avals[len(program.weights) :]
         found = Rehearsed(
-            name=self.name,
-            module=self.module,
+            **{f.name: getattr(program, f.name) for f in fields(TracedProgram)},
             mesh=self.target.mesh,
-            weights=self._structs,
-            inputs=_inputs(traced.jaxpr.in_avals[len(self._structs) :]),
-            attention=program.attention,
-            convolutions=program.convolutions,
-            stages=tuple(self._stages()),
-            _traced=traced,
+            inputs=tuple(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in given),
         )
-        self._all.append(found)
-        return found
+        self.programs.append(found)
 
-    def _place(self) -> Mapping[str, Any]:
-        return self._structs
+        def run(*given: Any) -> Any:
+            found.by_stage[self._stage()] += 1
+            return found.traced.out_info
 
-    def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
-        run.by_stage[self._stage()] += 1
-        return run.traced().out_info
+        return run, CompileReport(
+            stage=found.component,
+            program=program.name.partition(".")[2] or WHOLE,
+            trace_seconds=seconds,
+            compile_seconds=0.0,
+            cached=False,
+        )
 
-    def _inputs(
-        self, program: Program, tensors: Sequence[torch.Tensor]
-    ) -> Sequence[Any]:
-        return [*(_given(tensors[place]) for place in program.used), *program.draws]
+    def read(self, array: Any) -> torch.Tensor:
+        return torch.zeros(array.shape, dtype=torch_dtype(str(array.dtype)))
 
-    def _read(self, array: Any) -> torch.Tensor:
-        return _zeros(array)
+    def moved(self, array: Any, sharding: Any) -> Any:
+        return array
 
-    def rehearsed(self) -> list[Rehearsed]:
-        """Its programs, also those that a later call made useless."""
-        return list(self._all)
+    def weights(self, ported: Any, structs: Any, tensors: Any) -> Any:
+        return structs
+
+    def _fitted(self, array: Any, real: Any, place: Any) -> Any:
+        return array
+
+    def _put(self, tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> Any:
+        # Another one for each tensor: two calls of a step are told apart by that.
+        return place.update()
 
 
-class _OnHost(_Answers):
+class _OnHost(Entry):
     """A module of a component that upstream's own code runs.
 
     Tracing tells the shapes of the answers in no time. What cannot be traced runs.
@@ -174,80 +160,16 @@ class _OnHost(_Answers):
         except PortError:
             return self._forward(*args, **kwargs)
 
-    def _result(
-        self,
-        program: Program,
-        struct: Any,
-        whole: torch.dtype,
-        array: Any,
-        shape: tuple[int, ...] | None = None,
-    ) -> DeviceTensor:
-        found = super()._result(program, struct, whole, array, shape)
-        found.arithmetic = None  # what upstream's code answers is on the host
+    def _results(
+        self, program: Program, arrays: Iterable[Any] | None = None
+    ) -> list[DeviceTensor]:
+        found = super()._results(program, arrays)
+        for one in found:
+            one.arithmetic = None  # what upstream's code answers is on the host
         return found
 
     def _check_mesh(self, program: Program) -> None:
         pass
-
-
-class _Arithmetic(Arithmetic):
-    """Arithmetic between calls, on shapes."""
-
-    def __init__(self, stage: Callable[[], StageName], *args: Any) -> None:
-        super().__init__(*args)
-        self._stage = stage
-        self.rehearsed: list[Rehearsed] = []
-
-    def _executable(self, traced: jax.stages.Traced) -> tuple[Any, None]:
-        found = Rehearsed(
-            name=ARITHMETIC,
-            module=None,
-            mesh=self.target.mesh,
-            weights={},
-            inputs=_inputs(traced.jaxpr.in_avals),
-            attention=(),
-            convolutions=(),
-            stages=STAGES,
-            _traced=traced,
-        )
-        self.rehearsed.append(found)
-        return found, None
-
-    def _execute(self, run: Any, numbers: Any, arrays: Sequence[Any]) -> Any:
-        run.by_stage[self._stage()] += 1
-        return run.traced().out_info
-
-    def _upload(self, tensor: torch.Tensor) -> Any:
-        return jax.ShapeDtypeStruct(
-            tuple(tensor.shape), array_dtype(tensor), sharding=self.target.replicated
-        )
-
-    def _replicated(self, array: Any) -> Any:
-        return array
-
-    def _read(self, array: Any) -> torch.Tensor:
-        return _zeros(array)
-
-    def step(self) -> None:
-        self.compute()
-
-    def _wait(self, arrays: Any) -> None:
-        pass
-
-
-def _given(tensor: torch.Tensor) -> Any:
-    """What goes into a program: of a tensor on the devices, what it is there."""
-    found = tensor.on_devices if isinstance(tensor, DeviceTensor) else None
-    return tensor if found is None else found
-
-
-def _zeros(array: Any) -> torch.Tensor:
-    return torch.zeros(array.shape, dtype=torch_dtype(str(array.dtype)))
-
-
-def _inputs(given: Sequence[Any]) -> tuple[str, ...]:
-    """Dtypes and shapes, for people."""
-    return tuple(f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,15 +223,15 @@ def without_weights(
     """
     folder.check_parts()
     parts: dict[str, Any] = {}
-    for name, (library, class_name) in folder.components().items():
-        cls: Any = folder.component_class(name, library, class_name)
+    for name in folder.components():
+        cls: Any = folder.component_class(name)
         place = folder.folder / name
-        if not _is_module(cls):
-            with building(class_name, f"{name}/"):
+        if not is_a(cls, torch.nn.Module):
+            with building(cls.__name__, f"{name}/"):
                 parts[name] = folder.part(name, dtype)
             continue
         with (
-            building(class_name, f"{name}/config.json"),
+            building(cls.__name__, f"{name}/config.json"),
             init_empty_weights(include_buffers=False),
             _default(dtype),
         ):
@@ -322,10 +244,6 @@ def without_weights(
             module.tie_weights()
         parts[name] = _weightless(module, dtype, fill)
     return folder.adjusted(folder.put_together(parts))
-
-
-def _is_module(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, torch.nn.Module)
 
 
 @contextlib.contextmanager
@@ -392,6 +310,7 @@ def rehearse(
     cache: StepCache | None = None,
     *,
     first_step: bool = False,
+    first_call: bool = False,
 ) -> Rehearsal:
     """Drive ``pipeline`` once with made-up answers.
 
@@ -402,6 +321,7 @@ def rehearse(
         on_host: components that run by upstream's code, and so have no programs.
         cache: of steps; a denoiser has two programs then.
         first_step: end after the first ``scheduler.step``.
+        first_call: end before the first call that the cache is for.
 
     Raises:
         StepCacheError: there is no such cache for the pipeline.
@@ -418,15 +338,17 @@ def rehearse(
         return (drive and drive.stage) or StageName.ENCODE
 
     def answering(module: torch.nn.Module, forward: Any, name: str, *rest: Any) -> Any:
-        kind = _OnHost if name.partition(".")[0] in on_host else _Answers
-        return kind(stage, module, forward, name, *rest)
+        kind = _OnHost if name.partition(".")[0] in on_host else Entry
+        return kind(module, forward, name, *rest)
 
-    computing = functools.partial(_Arithmetic, stage)
+    devices = _Absent(stage, target)
     with contextlib.ExitStack() as stack:
         caches = None if cache is None else step_caches(pipeline, cache, target)
         if caches is not None:
             stack.enter_context(standing(caches.modules.values()))
-        seam = Seam(modules, target, reporter, answering, computing)
+            if first_call:
+                caches.on_call = reached
+        seam = Seam(modules, target, reporter, answering, lambda _: devices)
         stack.callback(seam.close)
         drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
         drive.caches = caches
@@ -437,10 +359,10 @@ def rehearse(
             seam.arithmetic.compute()  # of what a run reads: its output
             del output
         between = [end - begin for begin, end in pairwise(drive.steps)]
-        entries = [e for e in seam.entries.values() if type(e) is _Answers]
-        programs = [program for entry in entries for program in entry.rehearsed()]
-        assert isinstance(seam.arithmetic, _Arithmetic)
-        programs += seam.arithmetic.rehearsed
+        entries = [e for e in seam.entries.values() if type(e) is Entry]
+        programs = [p for p in devices.programs if p.component not in on_host]
+        # What lies between the calls comes after them.
+        programs.sort(key=lambda program: program.module is None)
         plans = [entry.plan for entry in entries if entry.plan is not None]
         held = {e.name: e.bytes_per_device for e in entries if e.placed}
         return Rehearsal(
@@ -471,18 +393,5 @@ def check_step_cache(
         StepCacheError: there is no such cache for the pipeline.
     """
 
-    def answering(*args: Any) -> Entry:
-        return _OnHost(lambda: StageName.ENCODE, *args)
-
-    def reached() -> None:
-        raise _Reached
-
-    with contextlib.ExitStack() as stack:
-        caches = step_caches(pipeline, cache, target)
-        caches.on_call = reached
-        seam = Seam(modules_of(pipeline), target, Reporter(), answering)
-        stack.callback(seam.close)
-        drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
-        drive.caches = caches
-        stack.enter_context(contextlib.suppress(_Reached))
-        pipeline(**arguments)
+    on_host = modules_of(pipeline)
+    rehearse(pipeline, target, arguments, Reporter(), on_host, cache, first_call=True)

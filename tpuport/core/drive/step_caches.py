@@ -40,6 +40,7 @@ class StepCacheError(UsageError):
     """A pipeline that has no step cache, or not this one."""
 
 
+@dataclass(eq=False)
 class CacheCall:
     """What one call of forward is to do, and what it kept.
 
@@ -53,18 +54,11 @@ class CacheCall:
         kept: the state that a full forward kept.
     """
 
-    def __init__(
-        self,
-        split: ForwardSplit,
-        where: Where,
-        states: tuple[State, ...] = (),
-        weights: torch.Tensor | None = None,
-    ) -> None:
-        self.split = split
-        self.where: Where = where
-        self.states = states
-        self.weights = weights
-        self.kept: State | None = None
+    split: ForwardSplit
+    where: Where
+    states: tuple[State, ...] = ()
+    weights: torch.Tensor | None = None
+    kept: State | None = None
 
     def predicted(self) -> State:
         """The state of a cached step, summed in float32; a single state as it is."""
@@ -163,7 +157,10 @@ class StepCaches:
         cached = self._is_cached(history)
         call = CacheCall(split, self.cache.where)
         if cached:
-            self._predict(call, history)
+            call.states = tuple(state for _, state in history)
+            if len(history) > 1:
+                weights = self.cache.weights_at(self._step, [s for s, _ in history])
+                call.weights = torch.from_numpy(weights)
         vars(asked.module)[_HELD] = call
         try:
             result = asked.answer(*args, **kwargs)
@@ -189,18 +186,11 @@ class StepCaches:
         last = max(s for s in range(self._step) if self._full[s])
         return history[0][0] >= last
 
-    def _predict(self, call: CacheCall, history: History) -> None:
-        call.states = tuple(state for _, state in history)
-        if len(history) > 1:
-            steps = [step for step, _ in history]
-            call.weights = torch.from_numpy(self.cache.weights_at(self._step, steps))
-
     def _split(self, kind: Key, asked: Asked, args: Any, kwargs: Any) -> ForwardSplit:
         """Where a denoiser's forward splits; looked for once in each kind of call."""
         if asked.name not in self._declared:
             self._declared[asked.name] = self.declared(asked.name)
-        declared = self._declared[asked.name]
-        if declared is not None:
+        if (declared := self._declared[asked.name]) is not None:
             return declared
         if kind not in self._splits:
             before_last = self.cache.where == "before_last"

@@ -22,7 +22,7 @@ from tpuport.core.drive.state_watch import Look, StateWatch
 from tpuport.core.drive.step_caches import History, Key, StepCaches
 from tpuport.core.enums import StageName, denoises
 from tpuport.core.seam.journal import Asked
-from tpuport.core.seam.pairs import is_denoiser
+from tpuport.core.seam.module_weights import is_denoiser
 from tpuport.errors import ArtifactError
 
 #: Attributes of a scheduler that no step changes.

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,12 @@ class TapeFolder:
         calls = [one["call"] for one in tape["calls"] for _ in range(one["times"])]
         self._files, self._calls = dict(tape["files"]), calls
         try:
-            histories = _read(tape["histories"], tensors).value()
+            histories = _given(tape["histories"], tensors).value()
             if not isinstance(histories, dict):
                 raise TypeError("the histories are no dictionary")
             return Recorded(
-                tuple(_read_call(one, tensors) for one in calls),
-                tuple(_read_step(one, tensors) for one in tape["steps"]),
+                tuple(_read(Call, one, tensors) for one in calls),
+                tuple(_read(Step, one, tensors) for one in tape["steps"]),
                 tape["stepped"],
                 tape["finished"],
                 histories,
@@ -161,9 +162,9 @@ class TapeFolder:
         files, calls = dict(self._files), list(self._calls)
         new = recorded.calls[len(calls) :]
         named = _Tensors(f"calls-{len(calls):05}.safetensors")
-        calls += [_call(one, named, len(calls) + at) for at, one in enumerate(new)]
+        calls += [named.record(one, at) for at, one in enumerate(new, len(calls))]
         last = _Tensors(f"steps-{recorded.stepped:05}.safetensors")
-        steps = [_step(one, last, at) for at, one in enumerate(recorded.steps)]
+        steps = [last.record(one, at) for at, one in enumerate(recorded.steps)]
         histories = last.take(kept(dict(recorded.histories), always=True), "histories")
         old = [name for name in files if name.startswith("steps-")]
         for name in old:
@@ -249,33 +250,18 @@ class _Tensors:
             listed.append([self.file, f"{name}.{number}"])
         return {"plain": value.plain, "tensors": listed}
 
-    def maybe(self, value: Kept | None, name: str) -> _Kept | None:
-        return None if value is None else self.take(value, name)
-
-
-def _call(one: Call, tensors: _Tensors, number: int) -> _Call:
-    return {
-        "name": one.name,
-        "answer": tensors.maybe(one.answer, f"{number}.answer"),
-        "given": one.given,
-        "random": tensors.maybe(one.random, f"{number}.random"),
-    }
-
-
-def _step(one: Step, tensors: _Tensors, number: int) -> _Step:
-    return {
-        "scheduler": one.scheduler,
-        "number": one.number,
-        "result": tensors.take(one.result, f"{number}.result"),
-        "state": tensors.take(one.state, f"{number}.state"),
-        "random": tensors.take(one.random, f"{number}.random"),
-    }
+    def record(self, one: Call | Step, number: int) -> Any:
+        """A call or a step; ``number`` is part of the names of its tensors."""
+        return {
+            name: self.take(v, f"{number}.{name}") if isinstance(v, Kept) else v
+            for name, v in ((f.name, getattr(one, f.name)) for f in fields(one))
+        }
 
 
 _Read = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-def _read(value: _Kept, files: _Read) -> Kept:
+def _given(value: Any, files: _Read) -> Kept:
     found = []
     for where, what in value["tensors"]:
         if isinstance(what, str):
@@ -285,20 +271,8 @@ def _read(value: _Kept, files: _Read) -> Kept:
     return Kept(value["plain"], tuple(found))
 
 
-def _maybe(value: _Kept | None, files: _Read) -> Kept | None:
-    return None if value is None else _read(value, files)
-
-
-def _read_call(one: _Call, files: _Read) -> Call:
-    answer, random = _maybe(one["answer"], files), _maybe(one["random"], files)
-    return Call(one["name"], answer, one["given"], random)
-
-
-def _read_step(one: _Step, files: _Read) -> Step:
-    return Step(
-        one["scheduler"],
-        one["number"],
-        _read(one["result"], files),
-        _read(one["state"], files),
-        _read(one["random"], files),
+def _read(kind: Any, found: Mapping[str, Any], files: _Read) -> Any:
+    """A call or a step; what is a dict in a file is a value there."""
+    return kind(
+        **{k: _given(v, files) if isinstance(v, dict) else v for k, v in found.items()}
     )

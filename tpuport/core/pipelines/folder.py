@@ -171,12 +171,7 @@ class PipelineFolder:
                 f"{self._index} names the pipeline {name}, which diffusers {version} "
                 f"has not; {hint}"
             )
-        missing = needs_of(found)
-        if missing:
-            raise WeightsError(
-                f"{self.reference}: {name} needs a package that is not installed: pip "
-                f"install {' '.join(missing)}"
-            )
+        self._check_there(needs_of(found))
         kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
         concrete = inspect.isclass(found) and found not in kinds
         if not concrete or not issubclass(found, kinds):
@@ -248,7 +243,9 @@ class PipelineFolder:
             prompt = {"prompt": ""} if "prompt" in self.parameters else {}
             chosen = self.blocks.get_execution_blocks(**{**prompt, **arguments})
             classes = [type(block) for block in _all_blocks(chosen)]
-        missing = absent_packages(classes)
+        self._check_there(absent_packages(classes))
+
+    def _check_there(self, missing: Sequence[str]) -> None:
         if missing:
             raise WeightsError(
                 f"{self.class_name} needs a package that is not installed: pip install "
@@ -267,14 +264,14 @@ class PipelineFolder:
                 pickled.
         """
         self.check_parts()
-        for name, entry in self.components().items():
+        for name in self.components():
             if not self.checkpoint.has(name):
                 raise WeightsError(
                     f"{self.reference}: folder {name}/ is missing; write the whole "
                     "pipeline with save_pretrained()"
                 )
-            found = self.component_class(name, *entry)
-            is_module = inspect.isclass(found) and issubclass(found, torch.nn.Module)
+            found = self.component_class(name)
+            is_module = is_a(found, torch.nn.Module)
             if is_module or hasattr(found, "load_config"):
                 self.checkpoint.config(name)
             if weights and is_module:
@@ -324,11 +321,8 @@ class PipelineFolder:
         Raises:
             WeightsError: as of :meth:`component_class`.
         """
-        return [
-            name
-            for name, named in self.components().items()
-            if issubclass(self.component_class(name, *named), torch.nn.Module)
-        ]
+        parts = {name: self.component_class(name) for name in self.components()}
+        return [name for name, kind in parts.items() if is_a(kind, torch.nn.Module)]
 
     def put_together(self, parts: Mapping[str, Any]) -> Any:
         """The pipeline with these components.
@@ -353,20 +347,19 @@ class PipelineFolder:
             }
             return cls(**settings, **parts)
 
-    def component_class(self, name: str, library: str, class_name: str) -> Any:
+    def component_class(self, name: str) -> Any:
         """The class of a component.
 
         Raises:
             WeightsError: there is none, or it is code of its own.
         """
+        library, class_name = self.components()[name]
         if (self.folder / name / f"{library}.py").exists():
             raise WeightsError(
                 f"{self.reference}: {name} is of {library}.py in the folder; tpuport "
                 "runs no code from a checkpoint"
             )
-        module = {"diffusers": diffusers, "transformers": transformers}.get(library)
-        if module is None:
-            module = getattr(diffusers.pipelines, library, None)
+        module = library_named(library)
         if module is None:
             raise WeightsError(
                 f"{self._index} names {name} as {library}.{class_name}; tpuport runs "
@@ -474,33 +467,36 @@ class PipelineFolder:
     def _check_tensors(self, name: str, component: torch.nn.Module) -> None:
         for path, tensor in component.state_dict().items():
             if tensor.is_meta:
-                raise WeightsError(
-                    f"{self.reference}: {name}/ has no weight {path}, which "
-                    f"{type(component).__name__} needs"
-                )
+                raise self._no_weight(name, path, type(component))
             if tensor.is_floating_point() and not all_finite(tensor):
                 raise damaged(
                     f"{self.reference}: {name}: {path} holds NaN or infinite values",
                     "the folder",
                 )
 
+    def _no_weight(self, name: str, path: str, kind: type) -> WeightsError:
+        return WeightsError(
+            f"{self.reference}: {name}/ has no weight {path}, which {kind.__name__} "
+            "needs"
+        )
+
     def _loaded(self, dtype: torch.dtype) -> Any:
-        if self.blocks is None:
-            cls: Any = self.pipeline_class
-            how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}
-            for name, (library, class_name) in self.components().items():
-                found = self.component_class(name, library, class_name)
-                own = reads_otherwise(found, self.folder / name)
-                if own or _of_transformers(found):
-                    how[name] = self.part(name, dtype)
-            return cls.from_pretrained(self.folder, local_files_only=True, **how)
-        parts = {name: self.part(name, dtype) for name in self.components()}
-        return self.put_together(parts)
+        if self.blocks is not None:
+            parts = {name: self.part(name, dtype) for name in self.components()}
+            return self.put_together(parts)
+        how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}
+        for name in self.components():
+            found = self.component_class(name)
+            if reads_otherwise(found, self.folder / name) or _of_transformers(found):
+                how[name] = self.part(name, dtype)
+        return self.pipeline_class.from_pretrained(
+            self.folder, local_files_only=True, **how
+        )
 
     def part(self, name: str, dtype: torch.dtype) -> Any:
         """One component as upstream reads it, with its weights if it has some."""
-        found = self.component_class(name, *self.components()[name])
-        is_module = issubclass(found, torch.nn.Module)
+        found = self.component_class(name)
+        is_module = is_a(found, torch.nn.Module)
         how = {"torch_dtype": dtype, "use_safetensors": True} if is_module else {}
         if reads_otherwise(found, self.folder / name):
             found = transformers.PreTrainedTokenizerFast
@@ -512,15 +508,23 @@ class PipelineFolder:
             place, local_files_only=True, output_loading_info=True, **how
         )
         for missing in sorted(told["missing_keys"]):
-            raise WeightsError(
-                f"{self.reference}: {name}/ has no weight {missing}, which "
-                f"{found.__name__} needs"
-            )
+            raise self._no_weight(name, missing, found)
         return made
 
 
+def library_named(name: str) -> Any:
+    """The module whose classes an index names; ``None`` if there is none."""
+    known = {"diffusers": diffusers, "transformers": transformers}
+    return known.get(name) or getattr(diffusers.pipelines, name, None)
+
+
+def is_a(found: Any, kind: type) -> bool:
+    """Whether something is a class, and of a kind."""
+    return inspect.isclass(found) and issubclass(found, kind)
+
+
 def _of_transformers(found: Any) -> bool:
-    return inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)
+    return is_a(found, transformers.PreTrainedModel)
 
 
 def takes(pipeline: Any, given: Media) -> bool:

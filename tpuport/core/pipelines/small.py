@@ -55,28 +55,20 @@ def of_class(name: str) -> Configs:
             be made without configs.
     """
     cls = pipeline_class(name)
-    types = {
-        part: [one for one in found if isinstance(one, type) and one is not type(None)]
-        for part, found in cls._get_signature_types().items()
-    }
-    needed: dict[str, Any] = {}
-    denoiser = ""
-    for part, (kind, *_) in types.items():
-        if kind in (bool, float, int, str):
-            continue
-        optional = part in cls._optional_components
-        if denoises(part) and not denoiser:
-            denoiser = part
-        elif optional:
-            needed[part] = None
-            continue
-        needed[part] = kind
     index: dict[str, Any] = {"_class_name": name}
     configs: Configs = {"model_index": index}
-    for part, kind in needed.items():
-        if kind is None:
+    needed: dict[str, Any] = {}
+    denoiser = ""
+    for part, found in cls._get_signature_types().items():
+        kind = next(t for t in found if isinstance(t, type) and t is not type(None))
+        if kind in (bool, float, int, str):
+            continue
+        if denoises(part) and not denoiser:
+            denoiser = part
+        elif part in cls._optional_components:
             index[part] = [None, None]
             continue
+        needed[part] = kind
         library = kind.__module__.partition(".")[0]
         if library not in ("diffusers", "transformers") or "pipelines" in (
             kind.__module__.split(".")
@@ -86,9 +78,8 @@ def of_class(name: str) -> Configs:
         if issubclass(kind, torch.nn.Module) and library == "diffusers":
             configs[part] = _defaults(name, part, kind)
     for part, kind in needed.items():
-        if kind is None or not kind.__module__.startswith("transformers."):
-            continue
-        if issubclass(kind, torch.nn.Module):
+        is_module = issubclass(kind, torch.nn.Module)
+        if is_module and index[part][0] == "transformers":
             words = _tokenizer_for(part, kind, index)
             configs[part] = _encoder(name, part, kind, configs[denoiser], words)
     return configs
@@ -100,16 +91,14 @@ def pipeline_class(name: str) -> Any:
     Raises:
         UsageError: there is none of that name, or it is no pipeline.
     """
-    found = getattr(diffusers, name, None)
+    found, base = getattr(diffusers, name, None), diffusers.DiffusionPipeline
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
+        return found
     known = [one for one in dir(diffusers) if one.endswith("Pipeline")]
+    hint = did_you_mean(name, known, "name a class such as WanPipeline")
     if found is None:
-        hint = did_you_mean(name, known, "name a class such as WanPipeline")
         raise UsageError(f"diffusers {diffusers.__version__} has no {name}; {hint}")
-    base = diffusers.DiffusionPipeline
-    if not (isinstance(found, type) and issubclass(found, base)) or found is base:
-        hint = did_you_mean(name, known, "name a class such as WanPipeline")
-        raise UsageError(f"{name} is no pipeline of diffusers; {hint}")
-    return found
+    raise UsageError(f"{name} is no pipeline of diffusers; {hint}")
 
 
 def _defaults(pipeline: str, part: str, kind: type) -> Configs:

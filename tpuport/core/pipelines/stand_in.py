@@ -27,7 +27,7 @@ from tokenizers import (
     trainers,
 )
 
-from tpuport.core.pipelines.folder import without_bars
+from tpuport.core.pipelines.folder import library_named, without_bars
 from tpuport.errors import PluginError
 
 #: Pieces with a meaning of their own in each kind of vocabulary.
@@ -124,9 +124,7 @@ def class_of(library: str, name: str) -> Any:
     Raises:
         PluginError: there is none.
     """
-    known = {"transformers": transformers, "diffusers": diffusers}
-    module = known.get(library) or getattr(diffusers.pipelines, library, None)
-    found = getattr(module, name, None)
+    found = getattr(library_named(library), name, None)
     if not isinstance(found, type):
         raise PluginError(f"there is no class {name} in {library}")
     return found

@@ -122,7 +122,7 @@ def measure(
     lowered = program.lowered()
     lowered_at = time.perf_counter()
     weights, resident = array_bytes(program.weights.values()), program.resident
-    flops = model_flops(program.traced().jaxpr, program.attention)
+    flops = model_flops(program.traced.jaxpr, program.attention)
     text = refused = ""
     before = time.perf_counter()
     try:
@@ -132,7 +132,7 @@ def measure(
         refused = one_line(error)
         if used is None:
             # The rest of such a message is the program's text.
-            label = f"{program.stage}/{program.program_name}"
+            label = f"{program.stage}/{program.name}"
             words = f"{label} does not compile: {refused[:_WORDS]}"
             raise CompileError(words) from error
         parts = {"temporaries": max(used - weights, 0)}
@@ -148,7 +148,7 @@ def measure(
         found = account(parse(text), chip, network, mesh, kernels)
     return Measured(
         stage=program.stage,
-        program=program.program_name,
+        program=program.name,
         component=program.component,
         calls=program.calls,
         memory=memory,

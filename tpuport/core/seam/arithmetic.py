@@ -25,12 +25,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tpuport.core.arrays import array_dtype, to_torch
+from tpuport.core.arrays import array_dtype
 from tpuport.core.enums import StageName
-from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.programs.executable_files import Entry
-from tpuport.core.programs.jax_cache import cache_hits
-from tpuport.core.programs.module_programs import ARITHMETIC, WHOLE
+from tpuport.core.programs.module_programs import ARITHMETIC
 from tpuport.core.programs.torch_operators import (
     STATIC,
     Computes,
@@ -38,7 +35,6 @@ from tpuport.core.programs.torch_operators import (
     computes,
     counts,
 )
-from tpuport.core.reports import CompileReport
 from tpuport.core.seam.device_tensors import (
     DeviceTensor,
     HostError,
@@ -46,8 +42,8 @@ from tpuport.core.seam.device_tensors import (
     View,
     version,
 )
-from tpuport.core.seam.journal import Called, Journal, Uploads, moved
-from tpuport.core.seam.target import Target
+from tpuport.core.seam.devices import Devices, TracedProgram
+from tpuport.core.seam.journal import Between, Called, Journal
 from tpuport.errors import UsageError
 
 aten = torch.ops.aten
@@ -150,11 +146,17 @@ class _Node(Value):
 
 
 class _Taking:
-    """Takes the arguments of an operator apart: tensors, numbers, and all else."""
+    """Takes the arguments of an operator apart: tensors, numbers, and all else.
+
+    Attributes:
+        parts, kinds: the tensors, and their shapes and dtypes.
+        numbers: of the host.
+    """
 
     def __init__(self, upload: Callable[[torch.Tensor], Any]) -> None:
         self._upload = upload
         self.parts: list[Value] = []
+        self.kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
         self.numbers: list[float] = []
 
     def form(self, given: Any, number: bool) -> Any:
@@ -175,11 +177,13 @@ class _Taking:
                 # A view of a tensor on the host is made where torch keeps its books.
                 raise HostError
             with torch._C.DisableTorchFunctionSubclass():
-                about = tuple(tensor.size()), tensor.stride(), tensor.dtype
-            if value.array is not None and value.array.shape != about[0]:
+                shape, strides = tuple(tensor.size()), tensor.stride()
+                dtype = tensor.dtype
+            if value.array is not None and value.array.shape != shape:
                 raise HostError  # a picture in parts has phantom rows
             self.parts.append(value)
-            return "tensor", *about
+            self.kinds.append((shape, dtype))
+            return "tensor", shape, strides, dtype
         plain = tensor.layout == torch.strided and not tensor.is_complex()
         if tensor.device.type != "cpu" or not plain:
             raise HostError
@@ -192,6 +196,7 @@ class _Taking:
             self.parts.append(Value(self._upload(tensor)))
         except UsageError:  # whole numbers beyond 32 bits
             raise HostError from None
+        self.kinds.append((tuple(tensor.shape), tensor.dtype))
         return "tensor", tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -206,17 +211,15 @@ def _number(given: float) -> float:
     return float(given)
 
 
-class Arithmetic:
+class Arithmetic(Between):
     """Records operators on tensors of the devices, and computes what is asked for.
 
     Args:
-        target: what programs are made for.
-        uploads, journal: of the port.
+        devices, journal: of the port.
     """
 
-    def __init__(self, target: Target, uploads: Uploads, journal: Journal) -> None:
-        self.target = target
-        self.uploads, self._journal = uploads, journal
+    def __init__(self, devices: Devices, journal: Journal) -> None:
+        self.devices, self.journal = devices, journal
         self._operations: dict[Any, _Operation | None] = {}
         self._programs: dict[Any, Any] = {}
         self._waiting: list[weakref.ref[_Node]] = []
@@ -232,10 +235,6 @@ class Arithmetic:
         Raises:
             HostError: the host must compute it.
         """
-        with self._lock:
-            return self._recorded(operator, args, kwargs)
-
-    def _recorded(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if _is_composite(operator):
             # In inference mode torch leaves it to us to take an operator apart.
             return operator.decompose(*args, **kwargs)
@@ -247,13 +246,14 @@ class Arithmetic:
                 self.record(aten.select.int, (x, dim, index), {})
                 for index in range(x.size(dim))
             ]
-        if operator._schema.is_mutable:
-            return self._write(operator, args, kwargs)
-        node = self._node(operator, args, kwargs)
-        view = None
-        if operator.is_view:
-            view = View(operator, tuple(args[1:]), kwargs)
-        return self._tensor(node, args[0] if view else None, view)
+        with self._lock:
+            if operator._schema.is_mutable:
+                return self._write(operator, args, kwargs)
+            node = self._node(operator, args, kwargs)
+            view_of = None
+            if operator.is_view:
+                view_of = args[0], View(operator, tuple(args[1:]), kwargs)
+            return self._tensor(node, view_of)
 
     def _split(self, x: Any, size: Any, dim: int = 0) -> list[Any]:
         length, at, found = x.size(dim), 0, []
@@ -313,7 +313,9 @@ class Arithmetic:
         named = tuple((n, taken.form(v, n in names)) for n, v in sorted(kwargs.items()))
         key = (operator, forms, named)
         if key not in self._operations:
-            self._operations[key] = _operation(operator, args, kwargs, forms, named)
+            found = _operation(operator, args, kwargs, forms, named)
+            traces = found is not None and _traces(found, taken)
+            self._operations[key] = found if traces else None
         operation = self._operations[key]
         if operation is None:
             raise HostError
@@ -321,22 +323,25 @@ class Arithmetic:
             self.compute()
         return _Node(self.compute, operation, taken, next(_serials))
 
-    def _tensor(self, node: _Node, base: Any, view: View | None) -> DeviceTensor:
+    def _tensor(
+        self, node: _Node, view_of: tuple[DeviceTensor, View] | None
+    ) -> DeviceTensor:
+        operation = node.operation
         made = DeviceTensor(
-            node.operation.result.shape,
-            node.operation.dtype,
-            read=self.reader(node.operation.dtype),
-            value=node,
-            strides=node.operation.strides,
-            arithmetic=self,
-            view_of=None if base is None or view is None else (base, view),
+            operation.result.shape,
+            operation.dtype,
+            node,
+            read=self._reader(operation.dtype),
+            strides=operation.strides,
+            arithmetic=self.record,
+            view_of=view_of,
         )
         self._wanted(node, made)
         return made
 
-    def reader(self, dtype: torch.dtype) -> Callable[[Any], torch.Tensor]:
+    def _reader(self, dtype: torch.dtype) -> Callable[[Any], torch.Tensor]:
         """What makes a tensor on the host from an array."""
-        return lambda array: self._read(array).to(dtype)
+        return lambda array: self.devices.read(array).to(dtype)
 
     def of_host(self, tensor: torch.Tensor) -> DeviceTensor:
         """A tensor that is on the host, for arithmetic on the devices."""
@@ -344,10 +349,10 @@ class Arithmetic:
         made = DeviceTensor(
             tuple(tensor.shape),
             tensor.dtype,
-            read=self.reader(tensor.dtype),
-            value=value,
+            value,
+            read=self._reader(tensor.dtype),
             strides=tensor.stride(),
-            arithmetic=self,
+            arithmetic=self.record,
         )
         made.family.host, made.family.seen = tensor, version(tensor)
         return made
@@ -361,20 +366,17 @@ class Arithmetic:
             everything: also what is computed from a call that waits for a second one.
         """
         with self._lock:
-            self._computed(everything=everything)
-
-    def _computed(self, *, everything: bool) -> None:
-        found = [one for ref in self._waiting if (one := ref()) is not None]
-        held = [one for one in found if one.held]
-        nodes = _needed(held)
-        late: set[int] = set()
-        for node in () if everything else nodes:
-            if any(p.waits or id(p) in late for p in node.parts):
-                late.add(id(node))
-        now = [one for one in held if id(one) not in late]
-        if now:
-            self._compute(_needed(now) if late else nodes, now)
-        self._waiting = [weakref.ref(one) for one in held if id(one) in late]
+            found = [one for ref in self._waiting if (one := ref()) is not None]
+            held = [one for one in found if one.held]
+            nodes = _needed(held)
+            late: set[int] = set()
+            for node in () if everything else nodes:
+                if any(p.waits or id(p) in late for p in node.parts):
+                    late.add(id(node))
+            now = [one for one in held if id(one) not in late]
+            if now:
+                self._compute(_needed(now) if late else nodes, now)
+            self._waiting = [weakref.ref(one) for one in held if id(one) in late]
 
     def step(self) -> Callable[[], None] | None:
         """Compute everything at the end of a step.
@@ -384,11 +386,13 @@ class Arithmetic:
         """
         self.compute()
         last, self._last = self._last, None
-        return None if last is None else lambda: self._wait(last)
+        # What a rehearsal makes is there at once.
+        there = not isinstance(last, jax.Array)
+        return None if there else functools.partial(jax.block_until_ready, last)
 
     def wait(self) -> None:
         """Wait until everything is there."""
-        self._wait(list(self._under_way))
+        jax.block_until_ready(list(self._under_way))
         self._under_way.clear()
 
     def _compute(self, nodes: Sequence[_Node], held: Sequence[_Node]) -> None:
@@ -406,18 +410,19 @@ class Arithmetic:
             steps.append((node.operation, tuple(of)))
         wanted = tuple(places[id(node)] for node in held)
         numbers = np.array([n for node in nodes for n in node.numbers], np.float32)
-        arrays = [self._replicated(one.get()) for one in given]
+        whole = self.devices.target.replicated
+        arrays = [self.devices.moved(one.get(), whole) for one in given]
         key = (tuple(steps), wanted)
         run = self._programs.get(key)
         if run is None:
             run = self._programs[key] = self._made(steps, wanted, numbers, arrays)
-        *found, done = self._execute(run, numbers, arrays)
+        *found, done = run(numbers, arrays)
         for node, array in zip(held, found, strict=True):
             node.answered(array)
         self._last = done
         self._under_way.append(done)
         if len(self._under_way) > _AHEAD:
-            self._wait(self._under_way.popleft())
+            jax.block_until_ready(self._under_way.popleft())
 
     def _made(
         self,
@@ -426,8 +431,8 @@ class Arithmetic:
         numbers: Any,
         arrays: Sequence[Any],
     ) -> Any:
-        started, hits = time.perf_counter(), cache_hits()
-        reporter = self._journal.reporter
+        started = time.perf_counter()
+        reporter = self.journal.reporter
         if len(self._programs) == MOST_PROGRAMS - 1:
             reporter.say(
                 f"upstream's arithmetic between calls makes {MOST_PROGRAMS} programs: "
@@ -443,55 +448,29 @@ class Arithmetic:
             # The last one is there when all are, and holds nothing alive.
             return [*(made[at] for at in wanted), jnp.zeros((), jnp.int32)]
 
-        whole = self.target.replicated
-        flags = flags_for(self.target.mesh.devices.flat[0], *STAGES)
-        jitted = jax.jit(
-            arithmetic, out_shardings=whole, compiler_options=flags.options or None
-        )
+        whole = self.devices.target.replicated
+        jitted = self.devices.jitted(arithmetic, STAGES, out_shardings=whole)
         structs = [
             jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole)
             for one in (numbers, *arrays)
         ]
         traced = jitted.trace(structs[0], structs[1:])
-        tracing = time.perf_counter() - started
-        run, built = self._executable(traced)
-        seconds = time.perf_counter() - started
-        report = CompileReport(
-            stage=ARITHMETIC,
-            program=WHOLE,
-            trace_seconds=tracing,
-            compile_seconds=seconds - tracing,
-            cached=built is not None or cache_hits() > hits,
-            loaded=built is not None,
-            executable=str(built.path) if built else "",
-            executable_bytes=built.size if built else 0,
+        run, report = self.devices.compiled(
+            TracedProgram(name=ARITHMETIC, traced=traced, stages=STAGES),
+            time.perf_counter() - started,
         )
         reporter.compiled(report)
-        self._journal.calls.append(Called(ARITHMETIC, started, seconds, report))
+        seconds = time.perf_counter() - started
+        self.journal.calls.append(Called(ARITHMETIC, started, seconds, report))
         return run
-
-    # What a rehearsal does otherwise.
-
-    def _executable(self, traced: jax.stages.Traced) -> tuple[Any, Entry | None]:
-        return self.target.compiled(traced, ARITHMETIC, None, {}, STAGES)
-
-    def _execute(self, run: Any, numbers: Any, arrays: Sequence[Any]) -> Any:
-        return run(numbers, arrays)
 
     def _upload(self, tensor: torch.Tensor) -> Any:
         place = jax.ShapeDtypeStruct(
-            tuple(tensor.shape), array_dtype(tensor), sharding=self.target.replicated
+            tuple(tensor.shape),
+            array_dtype(tensor),
+            sharding=self.devices.target.replicated,
         )
-        return self.uploads.array(tensor, place)
-
-    def _replicated(self, array: Any) -> Any:
-        return moved(array, self.target.replicated)
-
-    def _read(self, array: Any) -> torch.Tensor:
-        return to_torch(array)
-
-    def _wait(self, arrays: Any) -> None:
-        jax.block_until_ready(arrays)
+        return self.devices.array(tensor, place)
 
 
 def _needed(held: Iterable[_Node]) -> list[_Node]:
@@ -549,7 +528,7 @@ def _operation(
     whole = any(not k.is_floating_point and k != torch.bool for k in kinds)
     if result.dtype == torch.float64 or (counts(operator) and whole):
         return None
-    operation = _Operation(
+    return _Operation(
         computes=found,
         args=forms,
         kwargs=named,
@@ -557,26 +536,15 @@ def _operation(
         strides=result.stride(),
         dtype=result.dtype,
     )
-    return operation if _traces(operation) else None
 
 
-def _traces(operation: _Operation) -> bool:
+def _traces(operation: _Operation, taken: _Taking) -> bool:
     """Whether JAX computes an operator on such arguments; else the host does."""
-    arrays: list[Any] = []
-    numbers: list[Any] = []
-
-    def collect(form: Any) -> None:
-        if form[0] == "tensor":
-            empty = torch.empty((), dtype=form[3], device="meta")
-            arrays.append(jax.ShapeDtypeStruct(form[1], array_dtype(empty)))
-        elif form[0] == "number":
-            numbers.append(jax.ShapeDtypeStruct((), jnp.float32))
-        elif form[0] == "list":
-            for one in form[1]:
-                collect(one)
-
-    for form in (*operation.args, *(form for _, form in operation.kwargs)):
-        collect(form)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, array_dtype(torch.empty(0, dtype=dtype)))
+        for shape, dtype in taken.kinds
+    ]
+    numbers = [jax.ShapeDtypeStruct((), jnp.float32) for _ in taken.numbers]
     try:
         jax.eval_shape(lambda a, n: operation.run(iter(a), iter(n)), arrays, numbers)
     except Exception:  # torch's arguments may mean what JAX has no words for

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 
-from tpuport.core.tracing.block_stacks import StackedBlocks, find_stacks, unlike
-from tpuport.errors import PluginError
+from tpuport.core.seam.module_state import OWN_ATTRIBUTES
+from tpuport.core.tracing.block_stacks import Stack, tensors_of
 
 #: A list of blocks becomes one scan if the list holds this share of the elements.
 SMALLEST_SHARE = 0.05
@@ -21,9 +22,7 @@ SMALLEST_SHARE = 0.05
 NUMBERS = frozenset({"layer_idx"})
 
 
-def alike_blocks(
-    module: torch.nn.Module, turns: bool = True
-) -> tuple[StackedBlocks, ...]:
+def alike_blocks(module: torch.nn.Module, turns: bool = True) -> tuple[Stack, ...]:
     """The lists of structurally identical blocks in ``module``, outermost first.
 
     Every run of alike blocks of a list is a stack, and so are kinds of blocks that take
@@ -31,22 +30,20 @@ def alike_blocks(
     Without ``turns`` there are only runs.
     """
     total = sum(parameter.numel() for parameter in module.parameters())
-    found: list[StackedBlocks] = []
-    differ = tuple(NUMBERS | _unread(module))
+    found: list[Stack] = []
+    differ = NUMBERS | _unread(module)
     for path, blocks in module.named_modules():
         inside = any(path.startswith(f"{stack.path}.") for stack in found)
         if inside or not isinstance(blocks, torch.nn.ModuleList):
             continue
-        runs = _runs(_kinds(list(blocks), differ), turns)
-        alike = [block for first, count, _ in runs for block in blocks[first:][:count]]
-        held = sum(p.numel() for block in alike for p in block.parameters())
-        if held >= SMALLEST_SHARE * total:
-            found += (
-                StackedBlocks(
-                    path=path, first=first, count=count, period=period, differ=differ
-                )
-                for first, count, period in runs
-            )
+        every, stacks = tuple(blocks), list[Stack]()
+        for first, count, period in _runs(_kinds(every, differ), turns):
+            alike = every[first:][:count]
+            if all(map(tensors_of, alike[:period])):
+                stacks.append(Stack(path, first, alike, period))
+        tensors = [p for one in stacks for b in one.blocks for p in b.parameters()]
+        if sum(p.numel() for p in tensors) >= SMALLEST_SHARE * total:
+            found += stacks
     return tuple(found)
 
 
@@ -97,24 +94,20 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def usable_stacks(
-    module: torch.nn.Module,
-    blocks: Sequence[StackedBlocks],
-    tied: Mapping[str, str],
-) -> tuple[StackedBlocks, ...]:
-    """Those of ``blocks`` whose weights can be held as one array per name."""
-    usable = []
-    for one in blocks:
-        try:
-            find_stacks(module, [one], tied)
-        except PluginError:
-            continue
-        usable.append(one)
-    return tuple(usable)
+    blocks: Sequence[Stack], tied: Mapping[str, str]
+) -> tuple[Stack, ...]:
+    """Those of ``blocks`` that share no tensor, which one array per name would part."""
+    shared = {*tied, *tied.values()}
+    return tuple(
+        one
+        for one in blocks
+        if shared.isdisjoint(itertools.chain(*one.arrays().values()))
+    )
 
 
 def without(
-    module: torch.nn.Module, stacks: tuple[StackedBlocks, ...], path: str
-) -> tuple[StackedBlocks, ...]:
+    module: torch.nn.Module, stacks: tuple[Stack, ...], path: str
+) -> tuple[Stack, ...]:
     """Fewer ``stacks``, after those of ``path`` were refused.
 
     Kinds of blocks that take turns become runs of alike blocks. Runs leave out their
@@ -126,29 +119,86 @@ def without(
     if any(one.period > 1 for one in refused):
         runs = alike_blocks(module, turns=False)
         return (*others, *(one for one in runs if one.path == path))
-    first = [one for one in refused if one.first == 0 and (one.count or 0) > 2]
-    return (
-        *others,
-        *(replace(one, first=1, count=(one.count or 0) - 1) for one in first),
-    )
+    first = [one for one in refused if one.first == 0 and len(one.blocks) > 2]
+    return (*others, *(Stack(one.path, 1, one.blocks[1:]) for one in first))
 
 
 def _kinds(
-    blocks: Sequence[torch.nn.Module | None], differ: Sequence[str]
+    blocks: Sequence[torch.nn.Module | None], differ: frozenset[str]
 ) -> list[int]:
     """For each block the first one that is like the block; an empty place is alone."""
-    firsts: list[int] = []
+    firsts: dict[int, torch.nn.Module] = {}
     kinds = []
     for index, block in enumerate(blocks):
-        for first in firsts:
-            one = blocks[first]
-            if one is not None and block is not None and not unlike(one, block, differ):
-                break
-        else:
-            first = index
-            firsts.append(index)
-        kinds.append(first)
+        if block is None:
+            kinds.append(index)
+            continue
+        like = (n for n, first in firsts.items() if _alike(first, block, differ))
+        kinds.append(next(like, index))
+        firsts.setdefault(kinds[-1], block)
     return kinds
+
+
+def _alike(
+    one: torch.nn.Module, other: torch.nn.Module, differ: frozenset[str]
+) -> bool:
+    """Whether two blocks differ in their weights alone, and in attributes that may."""
+    pair = (one, other)
+    # A parametrized module has a class of its own, of the same name.
+    kinds = [{n: type(m).__name__ for n, m in b.named_modules()} for b in pair]
+    shapes = [{n: (t.dtype, t.shape) for n, t in tensors_of(b).items()} for b in pair]
+    if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
+        return False
+    own = OWN_ATTRIBUTES | differ
+    ours, theirs = (
+        {
+            name: {k: v for k, v in vars(m).items() if k not in own}
+            for name, m in block.named_modules()
+        }
+        for block in pair
+    )
+    return _equal(ours, theirs, set())
+
+
+def _equal(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
+    """Whether two attributes are equal; ``seen`` are pairs that are under way."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.nn.Module):
+        return True  # the module is elsewhere in the tree, and compared there
+    if isinstance(one, torch.Tensor):
+        return not one.is_meta and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(
+            _equal(one[key], other[key], seen) for key in one
+        )
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(
+            _equal(*pair, seen) for pair in zip(one, other, strict=True)
+        )
+    parts = _parts(one)
+    if parts is None:
+        return bool(one == other)
+    if (id(one), id(other)) in seen:
+        return True
+    seen.add((id(one), id(other)))
+    return _equal(parts, _parts(other), seen)
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """The parts of an object to compare; ``None`` if ``==`` compares the object."""
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return {"function": value.__func__}
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return {"code": value.__code__, "default": value.__defaults__, "cells": cells}
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return None
+    return vars(value)
 
 
 def _runs(kinds: Sequence[int], turns: bool) -> list[tuple[int, int, int]]:

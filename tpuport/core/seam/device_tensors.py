@@ -2,8 +2,8 @@
 
 A cache of frames goes from one call of a decoder to the next: upstream's loop hands
 the cache on and reads nothing. Such a tensor is never copied to the host. A call may
-also wait until its result is read; see ``pairs.py``. Arithmetic on a tensor may be left
-to the devices; see ``arithmetic.py``.
+also wait until its result is read; see ``program_runs.py``. Arithmetic on a tensor may
+be left to the devices; see ``arithmetic.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -99,19 +99,15 @@ class Value:
         return self.array
 
 
-class Computing(Protocol):
-    """What computes operators on the devices."""
+Records = Callable[[Any, Any, Any], Any]
+"""Gives the result of an operator on its arguments, to be computed on the devices.
 
-    def record(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator, to be computed later.
-
-        Raises:
-            HostError: the host must compute it.
-        """
+Raises :class:`HostError` if the host must compute it.
+"""
 
 
 class _Recording(threading.local):
-    by: Computing | None = None
+    by: Records | None = None
 
 
 _recording = _Recording()
@@ -188,6 +184,8 @@ class Family:
 
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; 0 where torch does not count."""
+    if isinstance(tensor, DeviceTensor):
+        return tensor.writes + tensor.family.writes
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -204,15 +202,12 @@ class DeviceTensor(torch.Tensor):
 
     Args:
         shape, dtype, strides: of the tensor.
+        value: what the devices have, or will.
         read: makes the tensor on the host from the array.
-        array: on the devices; ``None`` while the call waits.
-        run: makes the call that waits, which ends in :meth:`Value.answered`.
-        value: in place of ``array`` and ``run``.
-        arithmetic: computes operators; by default the host does.
+        arithmetic: records operators; by default the host computes.
         view_of: the tensor that this is a view of, and how.
 
     Attributes:
-        value: what the devices have, or will.
         writes: how often the devices wrote to the tensor.
         path: how it is a view of the first of its family.
     """
@@ -221,7 +216,7 @@ class DeviceTensor(torch.Tensor):
     writes: int
     path: tuple[View, ...]
     family: Family
-    arithmetic: Computing | None
+    arithmetic: Records | None
     _host: torch.Tensor | None
     _read: Callable[[Any], torch.Tensor]
     _asked: list[None]
@@ -231,20 +226,18 @@ class DeviceTensor(torch.Tensor):
         cls: Any,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        value: Value,
         *,
         read: Callable[[Any], torch.Tensor],
-        array: Any = None,
-        run: Callable[[], None] = lambda: None,
-        value: Value | None = None,
         strides: tuple[int, ...] | None = None,
-        arithmetic: Computing | None = None,
+        arithmetic: Records | None = None,
         view_of: tuple[DeviceTensor, View] | None = None,
     ) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device="cpu"
         )
-        made.value = value or Value(array, run, waits=array is None)
-        made.arithmetic, made._read, made._asked = arithmetic, read, []
+        made.value, made.arithmetic = value, arithmetic
+        made._read, made._asked = read, []
         made._host, made.writes, made.path = None, 0, ()
         if view_of is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -358,7 +351,7 @@ class DeviceTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if _recording.by is not None:
-            return _recording.by.record(func, args, kwargs or {})
+            return _recording.by(func, args, kwargs or {})
         args, kwargs = tree_map_only(cls, cls.on_host, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -377,9 +370,9 @@ class DeviceTensor(torch.Tensor):
         return self.on_host().__reduce_ex__(protocol)
 
 
-def _computing(given: Any) -> Computing | None:
+def _computing(given: Any) -> Records | None:
     """What computes on tensors; ``None`` where the host does."""
-    found: Computing | None = None
+    found: Records | None = None
     waiting = [given]
     while waiting:
         one = waiting.pop()

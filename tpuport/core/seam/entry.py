@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 
 from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.enums import denoises
@@ -26,13 +24,18 @@ from tpuport.core.mesh.pictures import picture_sharding
 from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.blocks import without
 from tpuport.core.seam.draws import Draw, DrawError, recorded
-from tpuport.core.seam.journal import Called, Journal
-from tpuport.core.seam.module_state import Attributes, State, forgetting
+from tpuport.core.seam.journal import Called
+from tpuport.core.seam.module_state import (
+    Attributes,
+    State,
+    forgetting,
+    without_numbers,
+)
 from tpuport.core.seam.program_runs import Out, Program, ProgramRuns
-from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import (
     Form,
     content_of,
+    inside,
     names_of,
     put_together,
     same_content,
@@ -61,6 +64,26 @@ class PortError(TpuportError):
     """Upstream code that cannot become a program."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """What forward reads in one call, besides the weights.
+
+    Attributes:
+        form: of the arguments.
+        state: of the attributes.
+        tensors: of the arguments, then of the attributes.
+    """
+
+    form: Form
+    state: State
+    tensors: Sequence[torch.Tensor]
+
+    def values(self, constant: Iterable[int]) -> Any:
+        """The values of the tensors at some positions, as a key."""
+        found = {i: to_numpy(self.tensors[i]).tobytes() for i in sorted(constant)}
+        return tuple(found.items())
+
+
 @dataclass(slots=True)
 class _OfShapes:
     """The programs for tensors of some shapes, in some structure.
@@ -84,8 +107,7 @@ class Entry(ProgramRuns):
         module: upstream's.
         forward: its own forward, without a port around it.
         name: for messages.
-        target: what programs are made for.
-        journal, arithmetic: shared by the entries of one port.
+        arithmetic: shared by the entries of one port.
         make_room: called before weights are placed; other entries may have to go.
     """
 
@@ -94,14 +116,11 @@ class Entry(ProgramRuns):
         module: torch.nn.Module,
         forward: Callable[..., Any],
         name: str,
-        target: Target,
-        journal: Journal,
         arithmetic: Arithmetic,
         make_room: Callable[[Any], None],
     ) -> None:
-        super().__init__(module, name, target, journal, arithmetic, make_room)
+        super().__init__(module, name, arithmetic, make_room)
         self._forward = forward
-        self._uploads = arithmetic.uploads
         self._attributes = Attributes(self._tree)
         self._may_keep = _may_keep(module, forward)
         self._convolves = _convolves(module)
@@ -125,13 +144,15 @@ class Entry(ProgramRuns):
         form = take_apart((args, kwargs), leaves, containers)
         self._refresh()
         state = self._attributes.state()
-        tensors = [*leaves, *state.tensors]
+        given = _Given(form, state, [*leaves, *state.tensors])
         try:
-            program = self._program(form, state, tensors)
+            program = self._program(given)
         except PortError:
             self._check_signature(args, kwargs)
             raise
-        inputs = self._inputs(program, tensors)
+        chosen = [given.tensors[place] for place in program.used]
+        chosen += [draw.numbers() for draw in program.draws]
+        inputs = [*map(self._devices.array, chosen, program.inputs)]
         if self._may_wait(program, state):
             found = self._together(program, inputs)
         else:
@@ -140,7 +161,7 @@ class Entry(ProgramRuns):
                 jax.block_until_ready(arrays)
             found = self._results(program, arrays)
         return self._given_back(
-            program.out, found, tensors, [*containers, *state.containers]
+            program.out, found, given.tensors, [*containers, *state.containers]
         )
 
     def _check_signature(self, args: Any, kwargs: Any) -> None:
@@ -150,17 +171,6 @@ class Entry(ProgramRuns):
             inspect.signature(forward).bind(self.module, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{type(self.module).__name__}.forward: {error}") from None
-
-    def _inputs(
-        self, program: Program, tensors: Sequence[torch.Tensor]
-    ) -> Sequence[Any]:
-        """The arrays that the program takes, on the devices."""
-        chosen = [tensors[place] for place in program.used]
-        chosen += [draw.numbers() for draw in program.draws]
-        return [
-            self._uploads.array(tensor, struct)
-            for tensor, struct in zip(chosen, program.inputs, strict=True)
-        ]
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -183,9 +193,8 @@ class Entry(ProgramRuns):
             if isinstance(container, list):
                 container[:] = content
                 continue
-            inside = container if isinstance(container, dict) else vars(container)
-            inside.clear()
-            inside.update(content if isinstance(content, dict) else vars(content))
+            inside(container).clear()
+            inside(container).update(inside(content))
         for number, tensor in written.items():
             tensors[number].copy_(tensor)
         self._attributes.write(attributes)
@@ -196,36 +205,31 @@ class Entry(ProgramRuns):
     def _forget(self) -> None:
         self._shapes.clear()
 
-    def _program(
-        self, form: Form, state: State, tensors: Sequence[torch.Tensor]
-    ) -> Program:
-        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        key = (form, state.form, shapes)
-        known = self._shapes.get(key)
-        constant: frozenset[int] = frozenset()
-        if known is not None:
-            constant = known.constant
-            found = known.programs.get(_values(tensors, constant))
-            if found is not None:
-                return found
-        kinds = 1 if known is None else len(known.programs) + 1
+    def _program(self, given: _Given) -> Program:
+        shapes = tuple((tuple(t.shape), t.dtype) for t in given.tensors)
+        key = (given.form, given.state.form, shapes)
+        known = self._shapes.get(key, _OfShapes())
+        found = known.programs.get(given.values(known.constant))
+        if found is not None:
+            return found
+        kinds = len(known.programs) + 1
+        component = self.name.partition(".")[0]
         if kinds > MOST_CONSTANTS:
             raise PortError(
                 f"{self.name} needs more than {MOST_CONSTANTS} programs that differ in "
                 "the values of integer arguments alone; run this component by "
-                f"upstream's own code (on_host={self.name.partition('.')[0]!r})"
+                f"upstream's own code (on_host={component!r})"
             )
         self.settle()
-        component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
-        program, constant = self._compiled(form, state, tensors, constant)
+        program, constant = self._compiled(given, known.constant)
         for record in program.attention:
             if record.notice:
                 self._journal.notice(f"{component}: attention: {record.notice}")
         # Stacks may have changed while tracing, and all programs with them.
         known = self._shapes.setdefault(key, _OfShapes())
         known.constant = constant
-        known.programs[_values(tensors, constant)] = program
+        known.programs[given.values(constant)] = program
         if kinds == 2:
             self._journal.reporter.say(
                 f"{self.name} reads the values of its arguments, a mask's say: each "
@@ -234,25 +238,17 @@ class Entry(ProgramRuns):
         return program
 
     def _compiled(
-        self,
-        form: Form,
-        state: State,
-        tensors: Sequence[torch.Tensor],
-        constant: frozenset[int],
+        self, given: _Given, constant: frozenset[int]
     ) -> tuple[Program, frozenset[int]]:
-        stages = iter(_readable(tensors))
+        stages = iter(_readable(given.tensors))
         draws: tuple[Draw, ...] = ()
-        place = self._place_of(tensors)
         while True:
             started = time.perf_counter()
             try:
-                program = self._traced(form, state, tensors, constant, draws, place)
+                program = self._traced(given, constant, draws)
             except StackError as error:
                 assert self._blocks is not None
-                kept = without(self.module, self._blocks, error.path)
-                if kept == self._blocks:
-                    raise
-                self._rebuild(kept)
+                self._rebuild(without(self.module, self._blocks, error.path))
                 continue
             except _ASKS_FOR_VALUES as error:
                 more = next((s for s in stages if s - constant), None)
@@ -260,18 +256,16 @@ class Entry(ProgramRuns):
                     raise self._refused(error) from error
                 constant |= more
                 continue
-            except DrawError as error:
-                raise self._refused(error) from error
-            except TpuportError:
-                raise
             except Exception as error:
+                if isinstance(error, TpuportError) and not isinstance(error, DrawError):
+                    raise
                 raise self._refused(error) from error
             out, traced = program.out, program.traced
-            given = len(jax.tree.leaves((self._structs, program.inputs)))
+            taken = len(jax.tree.leaves((self._structs, program.inputs)))
             if draws and out.draws != draws and len(out.draws) == len(draws):
                 made = "random numbers of a generator that forward makes"
                 raise self._refused(RuntimeError(made))
-            if out.draws != draws or len(traced.jaxpr.in_avals) > given:
+            if out.draws != draws or len(traced.jaxpr.in_avals) > taken:
                 # Each block draws its own numbers, and what is made in a block and
                 # kept outside cannot leave a scan.
                 if not self._blocks and out.draws == draws:
@@ -283,16 +277,10 @@ class Entry(ProgramRuns):
                 continue
             self._check_mesh(program)
             seconds = time.perf_counter() - started
-            known = self._dtypes(program, form, state, tensors)
-            return replace(program, trace_seconds=seconds, dtypes=known), constant
+            dtypes = self._dtypes(program, given)
+            return replace(program, trace_seconds=seconds, dtypes=dtypes), constant
 
-    def _dtypes(
-        self,
-        program: Program,
-        form: Form,
-        state: State,
-        tensors: Sequence[torch.Tensor],
-    ) -> tuple[torch.dtype, ...]:
+    def _dtypes(self, program: Program, given: _Given) -> tuple[torch.dtype, ...]:
         """Upstream's dtypes of the tensors in forward's result, if a program loses any.
 
         Upstream's forward runs once more, on tensors without numbers. A forward that
@@ -301,24 +289,15 @@ class Entry(ProgramRuns):
         infos = jax.tree.leaves(program.traced.out_info)
         if not any(info.dtype == jnp.int32 for info in infos):
             return ()
-        count, leaves = len(tensors) - len(state.tensors), list[torch.Tensor]()
-        ported = self._port()
-        runtime = ported.runtime
-
-        def empty(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-
+        runtime, leaves = self._port().runtime, list[torch.Tensor]()
         with contextlib.ExitStack() as stack:
             stack.enter_context(forgetting(self.module))
             stack.enter_context(torch.no_grad())
             stack.enter_context(activated(Active(runtime.env, runtime.op_context())))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            values = [*map(empty, tensors)]
-            args, kwargs = put_together(form, iter(values[:count]))
-            own = iter(values[count:])
-            stack.enter_context(self._attributes.held(state.form, own, []))
-            weights = {name: empty(t) for name, t in ported.tensors().items()}
-            stack.enter_context(_reparametrize_module(self.module, weights))
+            empty = stack.enter_context(without_numbers(self.module))
+            values = iter([*map(empty, given.tensors)])
+            args, kwargs = put_together(given.form, values)
+            stack.enter_context(self._attributes.held(given.state.form, values, []))
             try:
                 take_apart(self._forward(*args, **kwargs), leaves, [])
             except RuntimeError:  # torch's, at the line that reads
@@ -348,28 +327,21 @@ class Entry(ProgramRuns):
         return self._convolves and not any(t.ndim == 3 for t in tensors)
 
     def _traced(
-        self,
-        form: Form,
-        state: State,
-        tensors: Sequence[torch.Tensor],
-        constant: frozenset[int],
-        draws: tuple[Draw, ...],
-        place: Callable[[tuple[int, ...]], NamedSharding],
+        self, given: _Given, constant: frozenset[int], draws: tuple[Draw, ...]
     ) -> Program:
-        ported = self._port()
+        ported, tensors = self._port(), given.tensors
+        place = self._place_of(tensors)
         used = tuple(i for i in range(len(tensors)) if i not in constant)
         fixed = {i: jnp.asarray(to_numpy(tensors[i])) for i in constant}
-        env = ported.runtime.env
-        count = len(tensors) - len(state.tensors)
-        out = Out()
+        runtime, out = ported.runtime, Out()
 
         def bare(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
-            given = {**dict(zip(used, arrays, strict=False)), **fixed}
-            values = [given[i] for i in range(len(tensors))]
+            known = {**dict(zip(used, arrays, strict=False)), **fixed}
+            values = [known[i] for i in range(len(tensors))]
 
             def run(values: Any) -> Any:
-                with recorded(env, arrays[len(used) :]) as made:
-                    result = self._forwarded(form, state, values, count, env, out)
+                with recorded(runtime.env, arrays[len(used) :]) as made:
+                    result = self._forwarded(given, values, runtime.env, out)
                 out.draws = tuple(made)
                 return result
 
@@ -380,8 +352,7 @@ class Entry(ProgramRuns):
         structs += [
             _struct(draw.example, lambda _: self.target.replicated) for draw in draws
         ]
-        runtime, shapes = ported.runtime, None
-        pictures = self._pictures(form, tensors, used)
+        shapes, pictures = None, self._pictures(given, used)
         runtime.records.clear()
         runtime.convolutions.clear()
         with contextlib.ExitStack() as stack:
@@ -400,8 +371,13 @@ class Entry(ProgramRuns):
                 if split.told:
                     self._journal.reporter.say(f"{self.name}: {split.told}")
             call.__name__ = self.name.replace(".", "_")
-            traced = self._jitted(call).trace(self._structs, structs)
+            jitted = self._devices.jitted(call, self._stages())
+            traced = jitted.trace(self._structs, structs)
         return Program(
+            name=self.name,
+            module=self.module,
+            weights=self._structs,
+            stages=self._stages(),
             call=call,
             traced=traced,
             inputs=tuple(structs),
@@ -414,41 +390,31 @@ class Entry(ProgramRuns):
             shapes=shapes,
         )
 
-    def _pictures(
-        self, form: Form, tensors: Sequence[torch.Tensor], used: Sequence[int]
-    ) -> Pictures | None:
+    def _pictures(self, given: _Given, used: Sequence[int]) -> Pictures | None:
         """The pictures among a program's inputs, if a plugin lets them be split."""
         if not self.target.splits_space(self.name):
             return None
-        names = names_of(form)
-        names += ["an attribute"] * (len(tensors) - len(names))
-        return pictures_of(
-            self.name,
-            [
-                Tensor(
-                    name=names[i],
-                    shape=tuple(tensors[i].shape),
-                    floats=tensors[i].is_floating_point(),
-                )
-                for i in used
-            ],
-        )
+        names = names_of(given.form)
+        names += ["an attribute"] * len(given.state.tensors)
+        tensors = [
+            Tensor(
+                name=names[i],
+                shape=tuple(given.tensors[i].shape),
+                floats=given.tensors[i].is_floating_point(),
+            )
+            for i in used
+        ]
+        return pictures_of(self.name, tensors)
 
     def _forwarded(
-        self,
-        form: Form,
-        state: State,
-        values: Sequence[Any],
-        count: int,
-        env: Any,
-        out: Out,
+        self, given: _Given, values: Sequence[Any], env: Any, out: Out
     ) -> list[Any]:
         """Upstream's forward on traced tensors; its effects as results."""
         containers: list[Any] = []
-        args, kwargs = put_together(form, iter(values[:count]), containers)
+        own = iter(values)
+        args, kwargs = put_together(given.form, own, containers)
         arrays = [tensor.jax() for tensor in values]
-        own = iter(values[count:])
-        with self._attributes.held(state.form, own, containers) as attributes:
+        with self._attributes.held(given.state.form, own, containers) as attributes:
             before = [content_of(container) for container in containers]
             result = self._forward(*args, **kwargs)
         changed = {
@@ -464,9 +430,7 @@ class Entry(ProgramRuns):
             if tensor.jax() is not array
         }
         leaves: list[Any] = []
-        out.result = take_apart(
-            (result, changed, written, attributes.values), leaves, []
-        )
+        out.result = take_apart((result, changed, written, attributes), leaves, [])
         return [_array(leaf, env) for leaf in leaves]
 
     def _refused(self, error: BaseException) -> PortError:
@@ -535,11 +499,6 @@ def _struct(
 ) -> jax.ShapeDtypeStruct:
     shape = tuple(tensor.shape)
     return jax.ShapeDtypeStruct(shape, array_dtype(tensor), sharding=place(shape))
-
-
-def _values(tensors: Sequence[torch.Tensor], constant: frozenset[int]) -> Any:
-    """The values of the tensors at some positions, as a key."""
-    return tuple((i, to_numpy(tensors[i]).tobytes()) for i in sorted(constant))
 
 
 def _array(leaf: Any, env: Any) -> Any:

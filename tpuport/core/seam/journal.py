@@ -1,22 +1,15 @@
-"""The calls of a port's modules, and the arrays that are on the devices already."""
+"""The calls of a port's modules, and who answers them."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import torch
 
-from tpuport.core.arrays import to_numpy
 from tpuport.core.reports import CompileReport, Reporter
-from tpuport.core.seam.device_tensors import DeviceTensor
-from tpuport.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +51,18 @@ class Asked:
         return self.answer(*self.args, **self.kwargs)
 
 
-class Between(Protocol):
-    """What computes between the calls of modules."""
+class Between:
+    """What computes between the calls of modules: the host, at once."""
 
     def compute(self, *, everything: bool = True) -> None:
         """Compute what was recorded; not everything: what waits for no call."""
 
     def step(self) -> Callable[[], None] | None:
         """A scheduler's step ended; gives what waits for a result that is not there."""
-
-    def of_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that was on the devices when it was recorded on a tape."""
-
-
-class AtOnce:
-    """The host computes: everything is there at once."""
-
-    def compute(self, *, everything: bool = True) -> None:
-        pass
-
-    def step(self) -> Callable[[], None] | None:
         return None
 
     def of_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that was on the devices when it was recorded on a tape."""
         return tensor
 
 
@@ -102,7 +84,7 @@ class Journal:
         self.answer: Callable[[Asked], Any] = Asked.run
         self.ran: Any = None
         self.op_by_op = False
-        self.between: Between = AtOnce()
+        self.between = Between()
         self._inside = False
         self._noticed: set[str] = set()
 
@@ -128,89 +110,3 @@ class Journal:
             return self.answer(asked)
         finally:
             self._inside = False
-
-
-@dataclass(kw_only=True, slots=True)
-class Uploads:
-    """Arrays of tensors that are on the devices already."""
-
-    _known: dict[int, tuple[Any, int, jax.Array]] = field(default_factory=dict)
-
-    def array(self, tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> jax.Array:
-        """The tensor on the devices; uploaded once if nothing writes to it.
-
-        Args:
-            place: its sharding, and its shape there: a picture that is split may have
-                more rows and columns than the tensor.
-        """
-        if isinstance(tensor, DeviceTensor):
-            if (array := tensor.on_devices) is not None:
-                return _moved(array, tuple(tensor.shape), place)
-            tensor = tensor.on_host()
-        if tensor.is_inference():
-            return _put(tensor, place)
-        key = id(tensor)
-        known = self._known.get(key)
-        if known and known[0]() is tensor and known[1] == tensor._version:
-            return _moved(known[2], tuple(tensor.shape), place)
-        array = _put(tensor, place)
-
-        def forget(_: Any) -> None:
-            self._known.pop(key, None)
-
-        self._known[key] = (weakref.ref(tensor, forget), tensor._version, array)
-        return array
-
-
-def moved(array: Any, sharding: Any) -> Any:
-    """The array where it is wanted."""
-    if array.sharding.is_equivalent_to(sharding, array.ndim):
-        return array
-    return jax.device_put(array, sharding)
-
-
-def _moved(
-    array: jax.Array, real: tuple[int, ...], place: jax.ShapeDtypeStruct
-) -> jax.Array:
-    """An array as a program takes it.
-
-    Args:
-        real: its shape without phantom rows and columns.
-    """
-    if array.shape != place.shape:
-        return _fitted(array, real, place)
-    return moved(array, place.sharding)
-
-
-def _fitted(
-    array: jax.Array, real: tuple[int, ...], place: jax.ShapeDtypeStruct
-) -> jax.Array:
-    """An array with other phantom rows and columns."""
-
-    def fit(array: jax.Array) -> jax.Array:
-        array = array[tuple(map(slice, real))]
-        return jnp.pad(array, _widths(real, place.shape))
-
-    fitted: jax.Array = jax.jit(fit, out_shardings=place.sharding)(array)
-    return fitted
-
-
-def _widths(real: Sequence[int], padded: Sequence[int]) -> list[tuple[int, int]]:
-    return [(0, m - n) for n, m in zip(real, padded, strict=True)]
-
-
-def _put(tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> jax.Array:
-    try:
-        array = to_numpy(tensor)
-        # A copy: JAX may share the memory of the host, and upstream writes to tensors.
-        # Where a picture gets phantoms they are the copy.
-        if array.shape == place.shape:
-            copied = array.copy()
-        else:
-            copied = np.pad(array, _widths(array.shape, place.shape))
-        return jax.device_put(copied, place.sharding)
-    except OverflowError as error:
-        raise UsageError(
-            f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "
-            "count in 32 bits"
-        ) from None

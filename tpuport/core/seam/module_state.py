@@ -12,17 +12,20 @@ import inspect
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from tpuport.core.seam.standing import METHODS
-from tpuport.core.seam.values import Form, put_together, take_apart
-from tpuport.core.tracing.block_stacks import own_attributes
+from tpuport.core.seam.values import Form, inside, put_together, take_apart
 
+#: Attributes of every torch module; hooks run outside of forward.
+OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"forward"}
 #: Says in transformers that the hooks that collect hidden states are in place.
 _HOOKED = "_output_capturing_hooks_installed"
 #: Attributes that forward does not read, or that are frozen.
@@ -125,7 +128,7 @@ class Attributes:
 
     def _values(self) -> tuple[dict[str, dict[str, Any]], tuple[type, ...]]:
         """The attributes of each module by its path, and the classes of all."""
-        own = own_attributes() | _LEFT_OUT | set(METHODS)
+        own = OWN_ATTRIBUTES | _LEFT_OUT | set(METHODS)
         found, kinds = {}, []
         for path, module in self._module.named_modules():
             values = {k: v for k, v in vars(module).items() if k not in own}
@@ -137,13 +140,16 @@ class Attributes:
     @contextlib.contextmanager
     def held(
         self, form: Form, tensors: Iterator[Any], containers: list[Any]
-    ) -> Iterator[Written]:
+    ) -> Iterator[dict[str, dict[str, Any]]]:
         """The attributes of ``form`` stand while a program is traced.
 
         The old attributes are put back on exit, and the old hooks: a hook that every
         trace adds would collect twice. Plain objects keep no tensors of the trace, such
-        as rotary tables. The result tells which attributes were assigned. The lists,
-        dicts and objects in the attributes are added to ``containers``.
+        as rotary tables. The lists, dicts and objects in the attributes are added to
+        ``containers``.
+
+        Yields:
+            the attributes that were assigned, by module and name, once the block ends.
         """
         modules = dict(self._module.named_modules())
         saved = {path: dict(vars(module)) for path, module in modules.items()}
@@ -151,7 +157,7 @@ class Attributes:
         hooks = {path: [*m._forward_hooks.items()] for path, m in modules.items()}
         given: Mapping[str, Mapping[str, Any]]
         given, _ = put_together(form, tensors, containers)
-        written = Written({})
+        written: dict[str, dict[str, Any]] = {}
         try:
             for path, values in given.items():
                 _assign(modules[path].__dict__, values)
@@ -161,11 +167,11 @@ class Attributes:
                 changed = {
                     name: value
                     for name, value in vars(module).items()
-                    if name not in own_attributes() | {_HOOKED}
+                    if name not in OWN_ATTRIBUTES | {_HOOKED}
                     and (name not in before or before[name] is not value)
                 }
                 if changed:
-                    written.values[path] = changed
+                    written[path] = changed
         finally:
             for value, before in plain:
                 _take_back(value, before)
@@ -184,13 +190,6 @@ class Attributes:
         modules = dict(self._module.named_modules())
         for path, changed in values.items():
             modules[path].__dict__.update(changed)
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Attributes that a traced forward has set, by module and name."""
-
-    values: dict[str, dict[str, Any]]
 
 
 @contextlib.contextmanager
@@ -216,6 +215,23 @@ def forgetting(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for function in kept:
             function.cache_clear()
+
+
+@contextlib.contextmanager
+def without_numbers(
+    module: torch.nn.Module,
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """In this block a module computes shapes alone; yields what empties a tensor."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        named = module.named_parameters, module.named_buffers
+        tensors = dict(pair for each in named for pair in each(remove_duplicate=False))
+        weights = {name: empty(tensor) for name, tensor in tensors.items()}
+        with _reparametrize_module(module, weights):
+            yield empty
 
 
 def _wrapped(value: Any) -> Iterator[Any]:
@@ -270,9 +286,8 @@ def _held_in(containers: Iterable[Any]) -> list[Any]:
         if isinstance(one, list):
             found += one
         else:
-            inside = one if isinstance(one, dict) else vars(one)
-            found += inside
-            found += inside.values()
+            found += inside(one)
+            found += inside(one).values()
     return found
 
 

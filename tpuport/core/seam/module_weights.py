@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -9,21 +10,21 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.mesh_use import undivided
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
+from tpuport.core.seam.devices import Devices
 from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.module_state import ModuleTree
-from tpuport.core.seam.pairs import is_denoiser
 from tpuport.core.seam.target import Claim, Target
-from tpuport.core.tracing.block_stacks import StackedBlocks
+from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.patching import PatchStatus
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
-from tpuport.core.weights.placement import abstract_weights, place_weights
+from tpuport.core.weights.placement import abstract_weights
 from tpuport.core.weights.sharding import (
     ShardingPlan,
     ShardRule,
@@ -37,6 +38,13 @@ from tpuport.errors import MeshError, ShardingError
 #: a video. To bring more to every device takes longer than to gather it there.
 MOST_WHOLE = 1 << 30
 WHOLE = (ShardRule(pattern=".*", spec=(), optional=True),)
+#: Parameters of forward that tell a denoiser, which upstream calls each step.
+_TIMES = frozenset({"timestep", "timesteps"})
+
+
+def is_denoiser(module: torch.nn.Module) -> bool:
+    """Whether upstream calls a module each step: its forward takes a time step."""
+    return not _TIMES.isdisjoint(inspect.signature(type(module).forward).parameters)
 
 
 class ModuleWeights:
@@ -45,26 +53,26 @@ class ModuleWeights:
     Args:
         module: upstream's.
         name: for messages.
-        target: what programs are made for.
-        journal: of the port.
+        devices, journal: of the port.
 
     Attributes:
+        target: what its programs are made for.
         plan: where the weights go, once that is known.
     """
 
     def __init__(
-        self, module: torch.nn.Module, name: str, target: Target, journal: Journal
+        self, module: torch.nn.Module, name: str, devices: Devices, journal: Journal
     ) -> None:
         self.name = name
         self.module = module
-        self.target = self._asked = _target_of(name, target)
+        self.target = self._asked = _target_of(name, devices.target)
         self.plan: ShardingPlan | None = None
         self._tree = ModuleTree(module)
-        self._journal = journal
+        self._devices, self._journal = devices, journal
         self._tensors: tuple[Any, ...] = ()
         self._kinds: tuple[Any, ...] = ()
         self._weights: Mapping[str, jax.Array] | None = None
-        self._blocks: tuple[StackedBlocks, ...] | None = None
+        self._blocks: tuple[Stack, ...] | None = None
         self._ported: PortedModule | None = None
         self._claim: Claim | None = None
         self._structs: Mapping[str, Any] = {}
@@ -102,12 +110,12 @@ class ModuleWeights:
     def _port(self) -> PortedModule:
         if self._ported is None:
             self._claim = self._fitting()
-            stacked: tuple[StackedBlocks, ...] = ()
+            stacked: tuple[Stack, ...] = ()
             # In space none: a kernel in a scan copies its pictures in and out.
             if not self.target.splits_space(self.name):
                 names = PortedModule(self.module, self._runtime()).names
                 alike = alike_blocks(self.module)
-                stacked = usable_stacks(self.module, alike, names.tied)
+                stacked = usable_stacks(alike, names.tied)
             self._rebuild(stacked)
         assert self._ported is not None
         return self._ported
@@ -131,7 +139,8 @@ class ModuleWeights:
             other = "weights, of an adapter,"
         else:
             try:
-                _plan(claim, self.name, self.module, self._stored(), self.target)
+                stored = PortedModule(self.module, self._runtime()).stored()
+                _plan(claim, self.name, self.module, stored, self.target)
             except (ShardingError, MeshError):
                 if not adapted:
                     raise  # of the plugin's layout
@@ -146,25 +155,19 @@ class ModuleWeights:
         )
         return None
 
-    def _stored(self) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint holds, by name."""
-        ported = PortedModule(self.module, self._runtime())
-        tensors = ported.tensors()
-        return {name: tensors[name] for name in ported.names.stored}
-
     def _runtime(self) -> Runtime:
-        floats = {t.dtype for t in _named_tensors(self.module).values()}
+        module = self.module
+        floats = {t.dtype for t in (*module.parameters(), *module.buffers())}
         halves = {torch.bfloat16, torch.float16}
         return self.target.runtime(self.name, exact=not floats & halves)
 
-    def _rebuild(self, blocks: tuple[StackedBlocks, ...]) -> None:
+    def _rebuild(self, blocks: tuple[Stack, ...]) -> None:
         """Take ``blocks`` as the stacks; programs with other stacks are gone."""
         self._blocks = blocks
         self._forget()
         self._weights = None
         ported = PortedModule(self.module, self._runtime(), blocks)
-        tensors = ported.tensors()
-        stored = {name: tensors[name] for name in ported.names.stored}
+        stored = ported.stored()
         mesh = self.target.mesh
         shape = dict(mesh.shape)
         if self._claim is None:
@@ -179,9 +182,7 @@ class ModuleWeights:
         elif not self._each_step:
             room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)
-        self._structs = abstract_weights(
-            ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
-        )
+        self._structs = abstract_weights(ported, self.plan, mesh)
         self._ported = ported
 
     def _place(self) -> Mapping[str, jax.Array]:
@@ -191,11 +192,8 @@ class ModuleWeights:
         transforms = () if self._claim is None else self._claim.transforms
         config = getattr(self.module, "config", {})
         transform = transformer(transforms, config, ported.names.stored)
-        return place_weights(
-            ported,
-            self._structs,
-            ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names),
-        )
+        arrays = ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names)
+        return self._devices.weights(ported, self._structs, arrays)
 
     def _refresh(self) -> None:
         """Take over what changed in the module's tensors since the last call."""
@@ -258,7 +256,7 @@ def declared_split(
     """Where a module's forward splits, if a plugin says so for the module as it is."""
     if name not in target.claims:
         return None
-    claim = ModuleWeights(module, name, target, Journal(Reporter()))._fitting()
+    claim = ModuleWeights(module, name, Devices(target), Journal(Reporter()))._fitting()
     return None if claim is None else claim.split
 
 
@@ -317,7 +315,3 @@ def _kinds(module: torch.nn.Module) -> Iterator[Any]:
                     yield number, name, tuple(tensor.shape), tensor.dtype
         if "merged_adapters" in vars(child):
             yield number, "merged_adapters"
-
-
-def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

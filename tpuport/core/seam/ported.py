@@ -18,6 +18,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.module_weights import check_claim
 from tpuport.core.seam.seam import Seam
+from tpuport.core.seam.standing import Stepping
 from tpuport.core.seam.target import Target
 from tpuport.errors import UsageError, did_you_mean
 
@@ -41,16 +42,12 @@ _MODULE_METHODS = {
     "compile": "forward is compiled already",
     "compile_repeated_blocks": "forward is compiled already",
 }
+#: What belongs to the ported object alone is neither copied nor pickled.
 _OWNED = {
-    "__deepcopy__": (
-        "copy.deepcopy",
-        "a copy would run the original; copy it before port()",
-    ),
-    "__reduce_ex__": (
-        "pickle",
-        "programs of the devices cannot be pickled; use save_pretrained",
-    ),
+    "__deepcopy__": "a copy would run the original; copy it before port()",
+    "__reduce_ex__": "programs of the devices cannot be pickled; use save_pretrained",
 }
+_SHOWN = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickle"}
 #: Backends of attention that mean: whatever is best here, exact.
 _NATIVE = ("native", "_native_math", "_native_efficient", "_native_xla")
 
@@ -101,15 +98,14 @@ def port_pipeline(
     # Weak: the pipeline and its seam go together.
     same = functools.partial(_check_same, weakref.ref(pipeline), taken)
     seam.journal.on_call = same
-    held = _refuse(pipeline, _PIPELINE_METHODS)
-    held += _set(pipeline, "to", functools.partial(_to, pipeline.to, "pipe"))
-    held += _own(pipeline)
+    held = _guard(pipeline, "pipe", _PIPELINE_METHODS)
     for component in taken.values():
-        held += _guard(component)
+        held += _guard(component, "module", _MODULE_METHODS)
     for component in pipeline.components.values():
         if hasattr(component, "set_timesteps") and hasattr(component, "step"):
             end = weakref.WeakMethod(seam.arithmetic.compute)
-            held += _set(component, "step", _Step(component, end))
+            step = Stepping(component, functools.partial(_step, end))
+            held += _set(component, step=step)
     pipeline.__dict__[_KEPT] = seam, held
     return pipeline
 
@@ -132,7 +128,7 @@ def port_module(
     twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in tensors})
     name = type(module).__name__
     seam = Seam({name: twin}, target, reporter or Reporter())
-    twin.__dict__[_KEPT] = seam, _guard(twin)
+    twin.__dict__[_KEPT] = seam, _guard(twin, "module", _MODULE_METHODS)
     return twin
 
 
@@ -165,56 +161,30 @@ def seam_of(ported: Any) -> Seam:
     return seam
 
 
-def _guard(module: torch.nn.Module) -> list[tuple[Any, str]]:
-    """What makes no sense on a ported module says so."""
-    held = _refuse(module, _MODULE_METHODS)
-    held += _set(module, "to", functools.partial(_to, module.to, "module"))
-    held += _own(module)
-    if hasattr(module, "set_attention_backend"):
-        held += _set(module, "set_attention_backend", _set_attention_backend)
+def _guard(owner: Any, what: str, methods: Mapping[str, str]) -> list[tuple[Any, str]]:
+    """What makes no sense on a ported pipeline or module says so."""
+    known = {name: why for name, why in methods.items() if hasattr(owner, name)}
+    refused = {
+        name: functools.partial(_refused, _SHOWN.get(name, name), why)
+        for name, why in {**known, **_OWNED}.items()
+    }
+    held = _set(owner, **refused, to=functools.partial(_to, owner.to, what))
+    if hasattr(owner, "set_attention_backend"):
+        held += _set(owner, set_attention_backend=_set_attention_backend)
     return held
 
 
-class _Step:
-    """In place of a scheduler's ``step``: programs end where it ends.
-
-    A scheduler that is copied steps by itself.
-    """
-
-    def __init__(self, scheduler: Any, end: Callable[[], Any]) -> None:
-        self._scheduler, self._end = scheduler, end
-        functools.update_wrapper(self, type(scheduler).step.__get__(scheduler))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = type(self._scheduler).step(self._scheduler, *args, **kwargs)
-        if (compute := self._end()) is not None:
-            compute()
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _Step(memo[id(self._scheduler)], self._end)
+def _step(end: Callable[[], Any], scheduler: Any, run: Callable[[], Any]) -> Any:
+    """A scheduler's step; programs end where it ends."""
+    result = run()
+    if (compute := end()) is not None:
+        compute()
+    return result
 
 
-def _own(owner: Any) -> list[tuple[Any, str]]:
-    """What belongs to the ported object alone is neither copied nor pickled."""
-    return [
-        held
-        for name, said in _OWNED.items()
-        for held in _set(owner, name, functools.partial(_refused, *said))
-    ]
-
-
-def _refuse(owner: Any, methods: Mapping[str, str]) -> list[tuple[Any, str]]:
-    held = []
-    for name, why in methods.items():
-        if hasattr(owner, name):
-            held += _set(owner, name, functools.partial(_refused, name, why))
-    return held
-
-
-def _set(owner: Any, name: str, value: Callable[..., Any]) -> list[tuple[Any, str]]:
-    owner.__dict__[name] = value
-    return [(owner, name)]
+def _set(owner: Any, **values: Callable[..., Any]) -> list[tuple[Any, str]]:
+    owner.__dict__.update(values)
+    return [(owner, name) for name in values]
 
 
 def _refused(name: str, why: str, *args: Any, **kwargs: Any) -> None:

@@ -1,49 +1,52 @@
-"""Programs of one module: compiled when they first run, two calls of a step as one."""
+"""Programs of one module: compiled when they first run, two calls of a step as one.
+
+Upstream calls a denoiser twice in a guided step: with the prompt, and without. A call
+waits until somebody reads its answer. If upstream makes a second call of the same
+program first, both run as one: a gather of weights serves both, and an axis of the mesh
+that nothing else uses takes one call each.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
-from tpuport.core.arrays import to_torch, torch_dtype
+from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
-from tpuport.core.mesh.compiler_flags import GATHERS, flags_for
-from tpuport.core.programs import executable_files as files
-from tpuport.core.programs.jax_cache import cache_hits
+from tpuport.core.mesh.compiler_flags import GATHERS
 from tpuport.core.reports import CompileReport
 from tpuport.core.seam.arithmetic import FEWEST, Arithmetic
-from tpuport.core.seam.device_tensors import DeviceTensor
+from tpuport.core.seam.device_tensors import DeviceTensor, Value
+from tpuport.core.seam.devices import TracedProgram
 from tpuport.core.seam.draws import Draw
-from tpuport.core.seam.journal import Called, Journal
+from tpuport.core.seam.journal import Called
 from tpuport.core.seam.module_state import State, forgetting
 from tpuport.core.seam.module_weights import ModuleWeights
-from tpuport.core.seam.pairs import Waiting, doubled, together
-from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import Form
-from tpuport.core.tracing.context import BATCH, AttentionRecord, ConvolutionRecord
+from tpuport.core.tracing.context import BATCH, AttentionRecord
 from tpuport.errors import TpuportError
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Program:
+@dataclass(kw_only=True, eq=False)
+class Program(TracedProgram):
     """A program of one module; compiled when it first runs.
 
     Attributes:
-        call: ``call(weights, arrays) -> arrays``, to be traced.
-        traced: what ``call`` became.
+        call: ``call(weights, arrays) -> arrays``, which was traced.
         inputs: shapes, dtypes and places of the arrays.
         out: how the arrays become the result; see :class:`Out`.
         used: positions of the tensors that are inputs; the others are constants.
         draws: random numbers that are inputs, after the tensors.
-        attention, convolutions: what the calls in it run as.
         in_parts: whether each device may hold a part of a result.
         trace_seconds: what tracing took.
         dtypes: upstream's, of the tensors in forward's result; programs count in 32
@@ -53,13 +56,10 @@ class Program:
     """
 
     call: Callable[..., list[jax.Array]]
-    traced: jax.stages.Traced
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     out: Out
     used: tuple[int, ...]
     draws: tuple[Draw, ...] = ()
-    attention: tuple[AttentionRecord, ...] = ()
-    convolutions: tuple[ConvolutionRecord, ...] = ()
     in_parts: bool = False
     trace_seconds: float = 0.0
     dtypes: tuple[torch.dtype, ...] = ()
@@ -81,9 +81,24 @@ class Out:
     draws: tuple[Draw, ...] = ()
 
 
-def _whole(program: Program) -> Iterator[torch.dtype]:
-    """Upstream's dtypes of the results, for those that are whole numbers."""
-    return itertools.chain(program.dtypes, itertools.repeat(torch.long))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A call that waits.
+
+    Attributes:
+        program: what runs it.
+        inputs: on the devices.
+        answers: what upstream has in place of the results.
+    """
+
+    program: Program
+    inputs: Sequence[jax.Array]
+    answers: Sequence[Value]
+
+    def answered(self, arrays: Iterable[jax.Array]) -> None:
+        """The call was made."""
+        for answer, array in zip(self.answers, arrays, strict=True):
+            answer.answered(array)
 
 
 class _ApartError(TpuportError):
@@ -94,8 +109,8 @@ class ProgramRuns(ModuleWeights):
     """Runs the programs of one module.
 
     Args:
-        module, name, target, journal: as of :class:`ModuleWeights`.
-        arithmetic: on results, of the port.
+        module, name: as of :class:`ModuleWeights`.
+        arithmetic: on results; of the port.
         make_room: called before weights are placed; other entries may have to go.
     """
 
@@ -103,61 +118,47 @@ class ProgramRuns(ModuleWeights):
         self,
         module: torch.nn.Module,
         name: str,
-        target: Target,
-        journal: Journal,
         arithmetic: Arithmetic,
         make_room: Callable[[Any], None],
     ) -> None:
-        super().__init__(module, name, target, journal)
+        super().__init__(module, name, arithmetic.devices, arithmetic.journal)
         self._arithmetic = arithmetic
         self._make_room = make_room
         self._made: CompileReport | None = None
-        self._built: files.Entry | None = None
-        self._waiting: Waiting | None = None
+        self._waiting: _Waiting | None = None
         self._apart: list[Program] = []
 
-    def _results(self, program: Program, arrays: Iterable[Any]) -> list[DeviceTensor]:
-        """The tensors of the result."""
-        shapes = program.shapes or itertools.repeat(None)
-        found = zip(arrays, _whole(program), shapes, strict=False)
-        return [
-            self._result(program, array, dtype, array, shape)
-            for array, dtype, shape in found
-        ]
-
-    def _result(
-        self,
-        program: Program,
-        struct: Any,
-        whole: torch.dtype,
-        array: Any,
-        shape: tuple[int, ...] | None = None,
-    ) -> DeviceTensor:
-        """A tensor of the result; without an array, of the call that waits.
-
-        Args:
-            whole: upstream's dtype if the tensor is of whole numbers of 32 bits.
-            shape: without phantom rows and columns, where the array has some.
-        """
-        real = tuple(struct.shape) if shape is None else shape
-        cut = tuple(map(slice, real))
-        dtype = torch_dtype(str(struct.dtype))
-        if dtype == torch.int32:
-            dtype = whole
-        return DeviceTensor(
-            real,
-            dtype,
-            read=lambda array: self._read(array)[cut].to(dtype),
-            array=array,
-            run=self.settle,
+    def _results(
+        self, program: Program, arrays: Iterable[Any] | None = None
+    ) -> list[DeviceTensor]:
+        """The tensors of the result; without arrays, of the call that waits."""
+        infos = jax.tree.leaves(program.traced.out_info)
+        given = itertools.repeat(None, len(infos)) if arrays is None else arrays
+        # A picture in parts has phantom rows and columns.
+        shapes = program.shapes or [tuple(info.shape) for info in infos]
+        whole = itertools.chain(program.dtypes, itertools.repeat(torch.long))
+        found = []
+        for info, array, shape in zip(infos, given, shapes, strict=True):
+            dtype, upstreams = torch_dtype(str(info.dtype)), next(whole)
+            if dtype == torch.int32:
+                dtype = upstreams
             # Whole videos have no room on each device.
-            arithmetic=None
-            if program.in_parts or math.prod(struct.shape) < FEWEST
-            else self._arithmetic,
-        )
+            on_host = program.in_parts or math.prod(info.shape) < FEWEST
+            found.append(
+                DeviceTensor(
+                    shape,
+                    dtype,
+                    Value(array, self.settle, waits=array is None),
+                    read=functools.partial(self._read, shape, dtype),
+                    arithmetic=None if on_host else self._arithmetic.record,
+                )
+            )
+        return found
 
-    def _read(self, array: Any) -> torch.Tensor:
-        return to_torch(array)
+    def _read(
+        self, shape: tuple[int, ...], dtype: torch.dtype, array: Any
+    ) -> torch.Tensor:
+        return self._devices.read(array)[tuple(map(slice, shape))].to(dtype)
 
     def _together(
         self, program: Program, inputs: Sequence[jax.Array]
@@ -167,16 +168,8 @@ class ProgramRuns(ModuleWeights):
         if first is None or first.program is not program:
             self.settle()
             self._placed()
-            infos = jax.tree.leaves(program.traced.out_info)
-            found = zip(infos, _whole(program), strict=False)
-            answers = [
-                self._result(program, info, dtype, None) for info, dtype in found
-            ]
-            self._waiting = Waiting(
-                program=program,
-                inputs=inputs,
-                answers=[answer.value for answer in answers],
-            )
+            answers = self._results(program)
+            self._waiting = _Waiting(program, inputs, [a.value for a in answers])
             return answers
         self._waiting = None
         try:
@@ -187,8 +180,7 @@ class ProgramRuns(ModuleWeights):
                 f"{self.name}: the two calls of a step run one by one ({error})"
             )
             ours, theirs = self._run(program, first.inputs), self._run(program, inputs)
-        for answer, array in zip(first.answers, ours, strict=True):
-            answer.answered(array)
+        first.answered(ours)
         return self._results(program, theirs)
 
     def settle(self) -> None:
@@ -197,9 +189,7 @@ class ProgramRuns(ModuleWeights):
         if waiting is None:
             return
         started, self._made = time.perf_counter(), None
-        arrays = self._run(waiting.program, waiting.inputs)
-        for answer, array in zip(waiting.answers, arrays, strict=True):
-            answer.answered(array)
+        waiting.answered(self._run(waiting.program, waiting.inputs))
         if self._made is not None:
             seconds = time.perf_counter() - started
             self._journal.calls.append(Called(self.name, started, seconds, self._made))
@@ -237,18 +227,17 @@ class ProgramRuns(ModuleWeights):
         given: list[Any] = [inputs]
         if others is not None:
             pairs = list(zip(inputs, others, strict=True))
-            differ = tuple(one is not other for one, other in pairs)
-            if not any(differ):
-                arrays = self._run(program, inputs)
-                return arrays, arrays
-            given.append([other for one, other in pairs if one is not other])
+            if any(one is not other for one, other in pairs):
+                differ = tuple(one is not other for one, other in pairs)
+                given.append([other for one, other in pairs if one is not other])
         if self._journal.op_by_op:
             return self._op_by_op(program, inputs, others)
         run = program.runs.get(differ)
         if run is None:
             run = program.runs[differ] = self._made_of(program, differ)
         self._journal.ran = run
-        return self._execute(run, self._placed(), given)
+        arrays = run(self._placed(), *given)
+        return arrays if others is None or differ else (arrays, arrays)
 
     def _op_by_op(
         self,
@@ -273,59 +262,76 @@ class ProgramRuns(ModuleWeights):
         if self._weights is None:
             self._make_room(self)
             self._journal.reporter.loading(self.name)
-            # The host may replace weights that are being uploaded.
-            self._weights = jax.block_until_ready(self._place())
+            self._weights = self._place()
         return self._weights
-
-    def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
-        return run(weights, *given)
 
     def _made_of(self, program: Program, differ: tuple[bool, ...]) -> Any:
         """``program`` compiled; two calls as one if ``differ`` names inputs."""
-        component, _, path = self.name.partition(".")
+        component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
-        traced, tracing = program.traced, program.trace_seconds
-        started, hits, self._built = time.perf_counter(), cache_hits(), None
+        seconds = program.trace_seconds
         if differ:
+            started = time.perf_counter()
             both = together(program.call, differ, self._free_axis(program))
             first = list(program.inputs)
             second = [one for one, own in zip(first, differ, strict=True) if own]
-            jitted = self._jitted(both, out_shardings=self.target.replicated)
+            jitted = self._devices.jitted(
+                both, self._stages(), out_shardings=self.target.replicated
+            )
             try:
                 traced = jitted.trace(self._structs, first, second)
             except Exception as error:
                 raise _ApartError(one_line(error)) from error
-            tracing, started = time.perf_counter() - started, time.perf_counter()
-            program = replace(program, attention=doubled(program.attention))
-        run = self._executable(program, traced)
-        self._made = CompileReport(
-            stage=component,
-            program=path or "forward",
-            trace_seconds=tracing,
-            compile_seconds=time.perf_counter() - started,
-            cached=self._built is not None or cache_hits() > hits,
-            loaded=self._built is not None,
-            executable=str(self._built.path) if self._built else "",
-            executable_bytes=self._built.size if self._built else 0,
-        )
+            seconds = time.perf_counter() - started
+            attention = doubled(program.attention)
+            program = replace(program, traced=traced, attention=attention)
+        run, self._made = self._devices.compiled(program, seconds)
         self._journal.reporter.compiled(self._made)
         return run
 
-    def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
-        """What runs a program; ``traced`` is one call of it, or two as one."""
-        run, self._built = self.target.compiled(
-            traced, self.name, self.module, self._structs, self._stages()
-        )
-        return run
-
-    def _stages(self) -> list[str]:
+    def _stages(self) -> tuple[str, ...]:
         """Whose flags of the compiler the programs take."""
         # Convolutions compile four times longer with a denoiser's flags.
-        stages: list[str] = [StageName.DENOISE if self._each_step else StageName.DECODE]
-        if self.plan is not None and self.plan.held:
-            stages.append(GATHERS)
-        return stages
+        stage = StageName.DENOISE if self._each_step else StageName.DECODE
+        gathers = self.plan is not None and self.plan.held
+        return (stage, GATHERS) if gathers else (stage,)
 
-    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
-        flags = flags_for(self.target.mesh.devices.flat[0], *self._stages())
-        return jax.jit(function, compiler_options=flags.options or None, **options)
+
+def together(
+    call: Callable[..., list[Any]], differ: Sequence[bool], axis: str | None
+) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """Two calls as one function of (weights, first inputs, second inputs).
+
+    Args:
+        call: of (weights, inputs).
+        differ: which inputs differ; the second inputs are those alone.
+        axis: of the mesh that takes one call each; ``None`` for no axis.
+    """
+
+    def both(
+        weights: Any, first: Sequence[Any], second: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        others = iter(second)
+        inputs = [
+            jnp.stack([one, next(others)]) if differs else one
+            for one, differs in zip(first, differ, strict=True)
+        ]
+        axes = [0 if differs else None for differs in differ]
+        found = jax.vmap(
+            lambda inputs: call(weights, inputs), in_axes=(axes,), spmd_axis_name=axis
+        )(inputs)
+        return [one[0] for one in found], [one[1] for one in found]
+
+    return both
+
+
+def doubled(records: Sequence[AttentionRecord]) -> tuple[AttentionRecord, ...]:
+    """What the attention of two calls as one runs as, from that of one."""
+
+    def twice(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (2 * shape[0], *shape[1:])
+
+    return tuple(
+        replace(record, query=twice(record.query), key=twice(record.key))
+        for record in records
+    )

@@ -20,8 +20,9 @@ import torch
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.arithmetic import Arithmetic
+from tpuport.core.seam.devices import Devices
 from tpuport.core.seam.entry import Entry
-from tpuport.core.seam.journal import Journal, Uploads
+from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.standing import Standing, has_hooks
 from tpuport.core.seam.target import Target
 from tpuport.core.weights.gathering import room_for_weights
@@ -35,7 +36,7 @@ class Seam(Standing):
         target: what programs are made for.
         reporter: told of programs that are compiled.
         entry: makes what answers the calls of a module.
-        arithmetic: makes what computes between the calls.
+        devices: makes what compiles programs and holds arrays.
 
     Attributes:
         entries: the modules that were called, by name; the last one called is last.
@@ -47,7 +48,7 @@ class Seam(Standing):
         target: Target,
         reporter: Reporter,
         entry: Callable[..., Entry] = Entry,
-        arithmetic: Callable[..., Arithmetic] = Arithmetic,
+        devices: Callable[[Target], Devices] = Devices,
     ) -> None:
         self.target = target
         self.entries: OrderedDict[str, Entry] = OrderedDict()
@@ -55,7 +56,7 @@ class Seam(Standing):
         super().__init__(components, Journal(reporter))
         for remark in flags_for(target.mesh.devices.flat[0]).remarks():
             reporter.say(remark)
-        self.arithmetic = arithmetic(target, Uploads(), self.journal)
+        self.arithmetic = Arithmetic(devices(target), self.journal)
         self.journal.between = self.arithmetic
 
     def close(self) -> None:
@@ -116,15 +117,7 @@ class Seam(Standing):
         if any(map(has_hooks, inside)):
             return original(*args, **kwargs)
         if entry is None:
-            entry = self._entry(
-                module,
-                original,
-                name,
-                self.target,
-                self.journal,
-                self.arithmetic,
-                self._make_room,
-            )
-            self.entries[name] = entry
+            shared = self.arithmetic, self._make_room
+            entry = self.entries[name] = self._entry(module, original, name, *shared)
         self.entries.move_to_end(name)
         return entry(*args, **kwargs)

@@ -98,6 +98,30 @@ def _upstreams(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
+class Stepping:
+    """In place of a scheduler's ``step``, with upstream's signature.
+
+    A pipeline may copy its scheduler, for sound say: the copy has its own.
+
+    Args:
+        around: gets the scheduler, and what makes the step; gives the result.
+    """
+
+    def __init__(
+        self, scheduler: Any, around: Callable[[Any, Callable[[], Any]], Any]
+    ) -> None:
+        self._scheduler, self._around = scheduler, around
+        functools.update_wrapper(self, type(scheduler).step.__get__(scheduler))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = type(self._scheduler).step
+        run = functools.partial(step, self._scheduler, *args, **kwargs)
+        return self._around(self._scheduler, run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return Stepping(memo[id(self._scheduler)], self._around)
+
+
 def is_ported(module: torch.nn.Module) -> bool:
     """Whether a seam stands at the module's forward."""
     stands = getattr(vars(module).get("forward"), "__dict__", {})

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
-import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.enums import Blocks, denoises
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.programs.executable_files import Entry
-from tpuport.core.programs.jax_cache import persistent_cache
-from tpuport.core.programs.module_programs import ModulePrograms, lowered, module_key
+from tpuport.core.programs.module_programs import ModulePrograms
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -115,26 +112,6 @@ class Target:
             ),
             matmul_precision="highest" if exact else None,
         )
-
-    def compiled(
-        self,
-        traced: jax.stages.Traced,
-        name: str,
-        module: torch.nn.Module | None,
-        weights: Mapping[str, Any],
-        stages: Sequence[str],
-    ) -> tuple[Callable[..., Any], Entry | None]:
-        """What runs a program, and the executable if it was built before.
-
-        Args:
-            name, module, weights, stages: of its key; see :func:`module_key`.
-        """
-        with persistent_cache(self.cache):
-            if self.built is None:
-                return traced.lower().compile(), None
-            text = lowered(traced)
-            key = module_key(name, module, self.mesh, weights, text, stages)
-            return self.built.ready(key, text, self.mesh)
 
     def of_plugin(
         self,

@@ -121,26 +121,19 @@ def put_together(
         return next(leaves)
     if form.kind in ("plain", "same"):
         return form.value.value
+    if containers is None:
+        containers = []
+    is_output = dataclasses.is_dataclass(form.value) and form.kind == "dict"
     made: Any
-    if form.kind == "list":
-        made = form.value()
-        if containers is not None:
-            containers.append(made)
-        made.extend(put_together(part, leaves, containers) for part in form.parts)
-        return made
-    if form.kind == "dict" and not dataclasses.is_dataclass(form.value):
-        made = form.value()
-        if containers is not None:
-            containers.append(made)
-        for key, part in zip(form.keys, form.parts, strict=True):
-            made[key] = put_together(part, leaves, containers)
-        return made
-    if form.kind == "object":
-        made = form.value.__new__(form.value)
-        if containers is not None:
-            containers.append(made)
-        for name, part in zip(form.keys, form.parts, strict=True):
-            vars(made)[name] = put_together(part, leaves, containers)
+    if form.kind in ("list", "dict", "object") and not is_output:
+        kind = form.value
+        made = kind.__new__(kind) if form.kind == "object" else kind()
+        containers.append(made)
+        found = (put_together(part, leaves, containers) for part in form.parts)
+        if form.kind == "list":
+            made.extend(found)
+        else:
+            inside(made).update(zip(form.keys, found, strict=True))
         return made
     parts = [put_together(part, leaves, containers) for part in form.parts]
     if form.kind == "function":
@@ -152,6 +145,11 @@ def put_together(
         named = hasattr(form.value, "_fields")
         return form.value(*parts) if named else form.value(parts)
     return form.value(**dict(zip(form.keys, parts, strict=True)))
+
+
+def inside(container: Any) -> dict[Any, Any]:
+    """What a dict holds, or the attributes of an object, to be changed in place."""
+    return container if isinstance(container, dict) else vars(container)
 
 
 @dataclass(slots=True)
@@ -253,8 +251,7 @@ def content_of(container: Any) -> list[Any]:
     """What a list, a dict or an object holds now."""
     if isinstance(container, list):
         return list(container)
-    inside = container if isinstance(container, dict) else vars(container)
-    return list(inside.items())
+    return list(inside(container).items())
 
 
 def same_content(one: list[Any], other: list[Any]) -> bool:

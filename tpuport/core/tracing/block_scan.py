@@ -17,7 +17,6 @@ alike that were all there before the first block ran: a text of each block's own
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +27,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
-from tpuport.core.tracing.block_trace import TracedBlock, Unscannable, same
-from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
+from tpuport.core.tracing.block_trace import BlockCall, TracedBlock, Unscannable, same
+from tpuport.core.tracing.deferred_tensors import deferred
 
 #: Blocks, at most, that one call of a module calls in another way than those before, or
 #: out of order. A scan ends there, and the next one begins: each is compiled by itself.
@@ -52,15 +51,15 @@ def scanned(
             more parts.
 
     Raises:
-        PluginError: from a block's call, when the loop over the blocks does more than
+        StackError: from a block's call, when the loop over the blocks does more than
             hand their state on.
     """
     replacements: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
-    for _, turns in itertools.groupby(stacks, lambda s: (s.path, s.first - s.turn)):
-        runner = _Runner(tuple(turns), weights, env, gathered)
+    for stack in stacks:
+        runner = _Runner(stack, weights, env, gathered)
         replacements += [
             (block, runner.forward_of(index, block))
-            for index, block in enumerate(runner.blocks())
+            for index, block in enumerate(stack.blocks)
         ]
     with forwards_replaced(replacements):
         yield
@@ -71,10 +70,10 @@ def slices(
 ) -> dict[str, torch.Tensor]:
     """The tensors of each block by their own names, cut out when they are read."""
     found: dict[str, torch.Tensor] = {}
-    for tensor in stack.tensors:
-        whole = weights[stack.name(tensor)]
+    for array, members in stack.arrays().items():
+        whole = weights[array]
         struct = jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
-        for index, name in enumerate(stack.members(tensor)):
+        for index, name in enumerate(members):
 
             def read(whole: jax.Array = whole, index: int = index) -> jax.Array:
                 return jax.lax.index_in_dim(whole, index, keepdims=False)
@@ -85,52 +84,38 @@ def slices(
 
 @dataclass(eq=False)
 class _Runner:
-    """The blocks of stacks that take turns, during one call of the module."""
+    """The blocks of a stack, during one call of the module."""
 
-    turns: tuple[Stack, ...]
+    stack: Stack
     weights: Mapping[str, jax.Array]
     env: Any
     gathered: Mapping[str, jax.sharding.NamedSharding]
     chain: _Chain | None = None
     breaks: int = 0
 
-    @property
-    def count(self) -> int:
-        """The number of blocks."""
-        return len(self.turns) * len(self.turns[0].blocks)
-
-    def blocks(self) -> Iterator[torch.nn.Module]:
-        """The blocks, in the order of the list."""
-        for together in zip(*(stack.blocks for stack in self.turns), strict=True):
-            yield from together
-
-    def name(self, index: int) -> str:
-        """The dotted name of a block."""
-        return f"{self.turns[0].path}.{self.turns[0].first + index}"
-
     def turn(self, index: int) -> int:
-        """Of which stack a block is."""
-        return index % len(self.turns)
+        """Of which kind a block is."""
+        return index % self.stack.period
 
     def arrays(self, turn: int) -> dict[str, jax.Array]:
-        """The weights of one stack, by tensor."""
-        stack = self.turns[turn]
-        return {tensor: self.weights[stack.name(tensor)] for tensor in stack.tensors}
+        """The weights of one kind of block, by tensor."""
+        names = self.stack.names(turn)
+        return {tensor: self.weights[name] for tensor, name in names.items()}
 
-    def traced(self, index: int, call: _Call, **state: Any) -> TracedBlock:
-        """A block's call, traced for all blocks of the stack."""
-        stack = self.turns[self.turn(index)]
-        names = {tensor: stack.name(tensor) for tensor in stack.tensors}
-        gathered = {t: self.gathered[n] for t, n in names.items() if n in self.gathered}
+    def traced(self, index: int, call: BlockCall, **state: Any) -> TracedBlock:
+        """A block's call, traced for all blocks of its kind."""
+        names = self.stack.names(self.turn(index))
         try:
             return TracedBlock(
-                block=stack.blocks[index // len(self.turns)],
-                forward=call.forward,
+                block=self.stack.blocks[index],
+                call=call,
                 weights=self.arrays(self.turn(index)),
-                gathered=gathered,
+                gathered={
+                    tensor: self.gathered[name]
+                    for tensor, name in names.items()
+                    if name in self.gathered
+                },
                 env=self.env,
-                leaves=call.leaves,
-                tree=call.tree,
                 **state,
             )
         except Unscannable as error:
@@ -140,42 +125,27 @@ class _Runner:
         original = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(original, *torch_pytree.tree_flatten((args, kwargs)))
-            chain = self.chain
+            call = BlockCall(original, *torch_pytree.tree_flatten((args, kwargs)))
             # A loop may end early, and the next loop starts at the first block again. A
             # loop that starts later belongs to a forward from a captured state.
-            if chain is None or chain.done or index == 0:
-                self.chain = chain = _Chain(self, index, call)
-                return chain.output(index)
+            if self.chain is None or self.chain.done or index == 0:
+                self.chain = _Chain(self, index, call)
+                return self.chain.output(index)
             try:
-                chain.add(index, call)
+                self.chain.add(index, call)
             except StackError:
                 # Guidance that skips a layer calls one block in another way.
                 if self.breaks == MOST_BREAKS:
                     raise
                 self.breaks += 1
-                self.chain = chain = _Chain(self, index, call)
-            return chain.output(index)
+                self.chain = _Chain(self, index, call)
+            return self.chain.output(index)
 
         return forward
 
     def error(self, index: int, problem: str) -> StackError:
-        path = self.turns[0].path
-        return StackError(
-            path,
-            f"stacked blocks: {self.name(index)} {problem}. A loop that does "
-            "more than hand the state from block to block cannot be one scan; take "
-            f"{path!r} out of Component.stacked",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a block: its own forward, and the arguments, flattened."""
-
-    forward: Callable[..., Any]
-    leaves: list[Any]
-    tree: Any
+        text = f"stacked blocks: {self.stack.name(index)} {problem}"
+        return StackError(self.stack.path, text)
 
 
 @dataclass(eq=False)
@@ -197,7 +167,7 @@ class _Chain:
 
     runner: _Runner
     start: int
-    first: _Call
+    first: BlockCall
     last: int = -1
     traced: dict[int, TracedBlock] = field(default_factory=dict)
     starts: dict[int, list[Any]] = field(default_factory=dict)
@@ -213,25 +183,23 @@ class _Chain:
     @property
     def done(self) -> bool:
         """Whether the last block of the stack was called."""
-        return self.last == self.runner.count - 1
+        return self.last == len(self.runner.stack.blocks) - 1
 
-    def add(self, index: int, call: _Call) -> None:
+    def add(self, index: int, call: BlockCall) -> None:
         """Note the call of the next block.
 
         Raises:
-            PluginError: it is not the next block, or not called on the state of the
+            StackError: it is not the next block, or not called on the state of the
                 block before and the same arguments otherwise.
         """
         if index != self.last + 1:
-            before = self.runner.name(self.last)
-            problem = f"runs after {before}; stacked blocks run in order"
-            raise self.runner.error(index, problem)
+            before = self.runner.stack.name(self.last)
+            raise self.runner.error(index, f"runs after {before}")
         state = self._state(index, call)
         known = self.traced.get(self.runner.turn(index))
         own = {} if known is None else self._check(index, call, state, known)
         if not state:
-            problem = "does not take what the block before returned"
-            raise self.runner.error(index, problem)
+            raise self.runner.error(index, "does not take what the block before gave")
         if known is None:
             structs = self._at(self.last).structs
             handed = {place: structs[output] for place, output in state.items()}
@@ -288,10 +256,10 @@ class _Chain:
 
     def _advance(self, start: int, stop: int, arrays: list[Any]) -> list[Any]:
         """The arguments of block ``stop`` from those of block ``start``."""
-        rounds = (stop - start) // len(self.runner.turns)
+        rounds = (stop - start) // self.runner.stack.period
         if rounds:
             arrays = self._scan(start, rounds, arrays)
-        for index in range(start + rounds * len(self.runner.turns), stop):
+        for index in range(start + rounds * self.runner.stack.period, stop):
             arrays = self._at(index + 1).given(self._block(index, arrays))
             arrays = self._owned(index + 1, arrays)
         return arrays
@@ -307,7 +275,7 @@ class _Chain:
         state = traced.state
         assert state is not None
         slots = [traced.slot[place] for place in state]
-        turns = len(self.runner.turns)
+        turns = self.runner.stack.period
         indices = range(start, start + turns)
 
         def step(
@@ -343,7 +311,7 @@ class _Chain:
         stop = start + rounds * turns
         own = [self._stacked(range(index, stop, turns)) for index in indices]
         values = [arrays[slot] for slot in slots]
-        if rounds * turns == self.runner.count:
+        if rounds * turns == len(self.runner.stack.blocks):
             values, _ = jax.lax.scan(
                 lambda v, given: (step(v, *given), None), values, (weights, own)
             )
@@ -367,53 +335,42 @@ class _Chain:
 
     def _block(self, index: int, arrays: list[Any]) -> list[Any]:
         """One block on its weights."""
-        turns = len(self.runner.turns)
+        turns = self.runner.stack.period
         layer = {
             name: jax.lax.index_in_dim(whole, index // turns, keepdims=False)
             for name, whole in self.runner.arrays(self.runner.turn(index)).items()
         }
         return self._at(index)(layer, arrays)
 
-    def _state(self, index: int, call: _Call) -> dict[int, int]:
+    def _state(self, index: int, call: BlockCall) -> dict[int, int]:
         """Position among the arguments -> output of the block before; may be empty."""
         state: dict[int, int] = {}
         for position, leaf in enumerate(call.leaves):
-            owner = owner_of(leaf)
+            owner = getattr(leaf, "owner", None)
             if isinstance(owner, _Output) and owner.chain is self:
-                if owner.block != self.last:
-                    raise self.runner.error(
-                        index, "takes the state of an earlier block"
-                    )
-                if was_written(leaf):
-                    raise self.runner.error(index, "takes a state that was written to")
+                if owner.block != self.last or leaf.written:
+                    raise self.runner.error(index, "takes an earlier or altered state")
                 state[position] = owner.index
         return state
 
     def _check(
-        self, index: int, call: _Call, state: dict[int, int], known: TracedBlock
+        self, index: int, call: BlockCall, state: dict[int, int], known: TracedBlock
     ) -> dict[int, jax.Array]:
         """By slot, the arrays that the first block of this turn got others of.
 
         Raises:
-            PluginError: the call is not like the first one of this turn.
+            StackError: the call is not like the first one of this turn.
         """
-        error = self.runner.error
         own: dict[int, jax.Array] = {}
-        if call.tree != known.tree or len(call.leaves) != len(known.leaves):
-            raise error(index, "is called with other arguments than the first")
+        if call.tree != known.call.tree or len(call.leaves) != len(known.call.leaves):
+            raise self.runner.error(index, "is called with other arguments")
         for position, leaf in enumerate(call.leaves):
-            first = known.leaves[position]
-            if position in state or same(leaf, first):
+            if position in state or same(leaf, known.call.leaves[position]):
                 continue
             array = known.alike(position, leaf)
             # What is made from the result of a block is there too late for its scan.
             if array is None or self.ran:
-                raise error(
-                    index,
-                    f"is called with another argument ({_text(leaf)}, not "
-                    f"{_text(first)}) than the blocks before it, and it is not what "
-                    "the block before returned",
-                )
+                raise self.runner.error(index, f"has another argument {position}")
             own[known.slot[position]] = array
         return own
 
@@ -424,12 +381,8 @@ class _Chain:
             given = known.arrays[known.slot[position]]
             struct = self._at(self.last).structs[output]
             if (given.shape, given.dtype) != (struct.shape, struct.dtype):
-                raise self.runner.error(
-                    self.start,
-                    f"takes {given.dtype} {[*given.shape]} and "
-                    f"{self.runner.name(self.last)} returns {struct.dtype} "
-                    f"{[*struct.shape]} in its place for {self.runner.name(index)}",
-                )
+                what = f"takes {given.dtype} {[*given.shape]}, not {struct}"
+                raise self.runner.error(index, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,8 +392,3 @@ class _Output:
     chain: _Chain
     block: int
     index: int
-
-
-def _text(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return repr(value)[:60] if shape is None else f"a tensor {[*shape]}"

@@ -21,17 +21,25 @@ class Unscannable(Exception):
     """What a block does that no block of a scan may do; the message is a predicate."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """A call of a block: its own forward, and the arguments, flattened."""
+
+    forward: Callable[..., Any]
+    leaves: list[Any]
+    tree: Any
+
+
 @dataclass(eq=False, kw_only=True)
 class TracedBlock:
     """The first call of a block, as a program of weights and arrays.
 
     Args:
-        block, forward: the module and its own forward.
+        block: the module.
+        call: of the block.
         weights: the stacked arrays, by tensor of the block.
         gathered: by tensor, the sharding in which a block uses the tensor.
         env: the torchax environment, active.
-        leaves: arguments of the call, flattened.
-        tree: structure of these arguments.
         handed: position among the arguments -> shape of what the block before hands on
             there, if that did not run yet.
         state: position among the arguments -> which output of the block before;
@@ -47,26 +55,24 @@ class TracedBlock:
     """
 
     block: torch.nn.Module
-    forward: Callable[..., Any]
+    call: BlockCall
     weights: Mapping[str, jax.Array]
     gathered: Mapping[str, jax.sharding.NamedSharding]
     env: Any
-    leaves: list[Any]
-    tree: Any
     handed: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)
     state: dict[int, int] | None = None
 
     def __post_init__(self) -> None:
         self._is_array = [
             place in self.handed or (_is_array(leaf) and not self._is_known(leaf))
-            for place, leaf in enumerate(self.leaves)
+            for place, leaf in enumerate(self.call.leaves)
         ]
         places = [place for place, is_array in enumerate(self._is_array) if is_array]
         self.slot = {place: slot for slot, place in enumerate(places)}
         self.arrays: list[Any] = [
             None
             if place in self.handed
-            else _strong(self.env.t2j_iso(self.leaves[place]))
+            else _strong(self.env.t2j_iso(self.call.leaves[place]))
             for place in places
         ]
         given = [
@@ -121,18 +127,18 @@ class TracedBlock:
         given = iter(tensors)
         leaves = [
             next(given) if is_array else leaf
-            for leaf, is_array in zip(self.leaves, self._is_array, strict=True)
+            for leaf, is_array in zip(self.call.leaves, self._is_array, strict=True)
         ]
-        args, kwargs = torch_pytree.tree_unflatten(leaves, self.tree)
-        held = list(_tensors_in(self.leaves))
+        args, kwargs = torch_pytree.tree_unflatten(leaves, self.call.tree)
+        held = list(_tensors_in(self.call.leaves))
         with _reparametrize_module(self.block, self.env.j2t_iso(dict(layer))):
-            out = self.forward(*args, **kwargs)
+            out = self.call.forward(*args, **kwargs)
         after, tree = torch_pytree.tree_flatten((args, kwargs))
-        if tree != self.tree or not all(map(same, after, leaves)):
+        if tree != self.call.tree or not all(map(same, after, leaves)):
             raise Unscannable("changes a list or dict that it is given")
-        still = list(_tensors_in(self.leaves))
+        still = list(_tensors_in(self.call.leaves))
         if len(still) != len(held) or not all(map(same, still, held)):
-            kinds = {type(leaf).__name__ for leaf in self.leaves if _holds(leaf)}
+            kinds = {type(leaf).__name__ for leaf in self.call.leaves if _holds(leaf)}
             what = ", ".join(sorted(kinds)) or "what it is given"
             raise Unscannable(f"keeps tensors in {what}")
         for tensor, array in zip(tensors, arrays, strict=True):

@@ -49,6 +49,7 @@ def _deferred_class() -> Any:
 
         @property
         def written(self) -> bool:
+            """Whether the tensor was assigned to after it was made."""
             return self._new is not None
 
         @property
@@ -80,17 +81,7 @@ def deferred(
     """A torchax tensor that calls ``read`` whenever its array is asked for.
 
     ``struct`` has its shape and dtype, ``env`` is the torchax environment, ``owner``
-    whatever made it; see :func:`owner_of`.
+    whatever made it: an attribute, which other tensors do not have.
     """
     tensor: torch.Tensor = _deferred_class()(struct, env, read, owner)
     return tensor
-
-
-def owner_of(value: Any) -> Any:
-    """The owner of a deferred tensor; ``None`` for anything else."""
-    return value.owner if isinstance(value, _deferred_class()) else None
-
-
-def was_written(value: Any) -> bool:
-    """Whether a deferred tensor was assigned to after it was made."""
-    return isinstance(value, _deferred_class()) and bool(value.written)

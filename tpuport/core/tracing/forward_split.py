@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tpuport.core.tracing.block_stacks import blocks_at, forwards_replaced
+from tpuport.core.tracing.block_stacks import forwards_replaced
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
@@ -155,10 +155,23 @@ def _blocks(
     module: torch.nn.Module, split: ForwardSplit
 ) -> list[tuple[str, torch.nn.Module]]:
     """All blocks with their dotted names, in the order they run."""
+    import torch
+
     name = type(module).__name__
     found: list[tuple[str, torch.nn.Module]] = []
     for path in split.blocks:
-        blocks = blocks_at(module, path, "ForwardSplit")
+        try:
+            blocks = module.get_submodule(path)
+        except AttributeError:
+            raise PluginError(
+                f"ForwardSplit: {name} has no blocks {path!r}; it has "
+                + ", ".join(n for n, _ in module.named_children())
+            ) from None
+        if not isinstance(blocks, torch.nn.ModuleList):
+            raise PluginError(
+                f"ForwardSplit: {path!r} of {name} is a {type(blocks).__name__}, not a "
+                "ModuleList of blocks"
+            )
         found += [(f"{path}.{i}", block) for i, block in enumerate(blocks)]
     if not found:
         raise PluginError(f"ForwardSplit: {name} has no block in {split.blocks!r}")

@@ -10,7 +10,8 @@ happens on one torchax environment and is undone on the way out, so nothing leak
 from __future__ import annotations
 
 import contextlib
-import importlib
+import itertools
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,32 +63,6 @@ class OverrideStatus:
     detail: str
 
 
-def resolve_operator(target: str) -> Any:
-    """The object that a dotted operator name stands for.
-
-    Raises:
-        OpConflictError: the installed torch has no such operator.
-    """
-    parts = target.split(".")
-    try:
-        found: Any = importlib.import_module(parts[0])
-    except ImportError as error:
-        raise OpConflictError(
-            f"op override target {target!r} does not exist: {parts[0]} does not "
-            f"import: {error}"
-        ) from None
-    for done, part in enumerate(parts[1:], start=1):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            where = ".".join(parts[:done])
-            raise OpConflictError(
-                f"op override target {target!r} does not exist: {where} has no "
-                f"{part!r} in the installed torch"
-            ) from None
-    return found
-
-
 def _identity(operator: Any) -> str:
     """One name for an overload packet and for each of its overloads."""
     packet = getattr(operator, "overloadpacket", operator)
@@ -99,9 +74,10 @@ def _resolve(override: OpOverride, target: str) -> Any:
     if override.define is not None:
         override.define()
     try:
-        return resolve_operator(target)
-    except OpConflictError as error:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
         raise OpConflictError(
+            f"op override target {target!r} does not exist in the installed torch: "
             f"{error}; {override.owner!r} claims it ({override.reason})"
         ) from None
 
@@ -120,7 +96,7 @@ def resolve_claims(overrides: Sequence[OpOverride]) -> list[Claim]:
     for error in gone.values():
         raise error
     if conflicts:
-        raise OpConflictError(_conflict_text(text for _, text in conflicts))
+        raise OpConflictError(_conflict_text(itertools.chain(*conflicts.values())))
     return claims
 
 
@@ -162,22 +138,19 @@ def inspect_overrides(overrides: Sequence[OpOverride]) -> tuple[OverrideStatus, 
         state, detail = "applicable", override.reason
         if index in gone:
             state, detail = "gone", str(gone[index])
-        elif texts := [text for pair, text in conflicts if index in pair]:
-            state, detail = "broken", _conflict_text(texts)
+        elif index in conflicts:
+            state, detail = "broken", _conflict_text(conflicts[index])
         found.append(OverrideStatus(override=override, state=state, detail=detail))
     return tuple(found)
 
 
 def _examine(
     overrides: Sequence[OpOverride],
-) -> tuple[list[Claim], dict[int, OpConflictError], list[tuple[tuple[int, int], str]]]:
-    """The claims, the overrides whose operators do not exist, and the conflicts.
-
-    Overrides are told by their index, a conflict by two of them.
-    """
+) -> tuple[list[Claim], dict[int, OpConflictError], dict[int, list[str]]]:
+    """The claims, and by index the overrides that are gone or in conflicts."""
     claims: list[Claim] = []
     gone: dict[int, OpConflictError] = {}
-    conflicts: list[tuple[tuple[int, int], str]] = []
+    conflicts: dict[int, list[str]] = {}
     seen: dict[str, tuple[int, str]] = {}
     for index, override in enumerate(overrides):
         try:
@@ -197,13 +170,14 @@ def _examine(
                 f"{target} is claimed by {override.owner!r} ({override.reason}) and, "
                 f"as {other_target}, by {other.owner!r} ({other.reason})"
             )
-            conflicts.append(((first, index), text))
+            for one in (first, index):
+                conflicts.setdefault(one, []).append(text)
     return claims, gone, conflicts
 
 
 def _conflict_text(conflicts: Iterable[str]) -> str:
     return (
         "conflicting op overrides: "
-        + "; ".join(conflicts)
+        + "; ".join(dict.fromkeys(conflicts))
         + ". Drop one of the claims; nothing was installed."
     )

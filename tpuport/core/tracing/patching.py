@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -243,46 +241,43 @@ def _why_skipped(patch: Patch) -> str:
 
 def _resolve(patch: Patch) -> _Site:
     module, _, path = patch.target.partition(":")
-    *parents, attr = path.split(".")
+    parents, _, attr = path.rpartition(".")
     try:
         if module.partition(".")[0] == "torchax":
             # compat makes torchax import beside torch versions that it is not for.
             compat.import_torchax()
-        owner: Any = importlib.import_module(module)
+        owner: Any = pkgutil.resolve_name(f"{module}:{parents}")
+        if isinstance(owner, type):
+            raw = _of_class(owner, attr)
+        else:
+            # Access first: a lazy module fills __dict__ on first access.
+            raw = getattr(owner, attr)
     except Exception as error:
         # Upstream modules fail to import in many ways; then nothing can be patched.
-        found = f"module {module} does not import: {_text(error)}"
-        raise _gone(patch, found) from error
-    for parent in parents:
-        owner = _attribute(patch, owner, parent)
-    if isinstance(owner, ModuleType):
-        # Access first: a lazy module fills __dict__ on first access.
-        raw = _attribute(patch, owner, attr)
-    elif not isinstance(owner, type):
+        versions = f" (written for {patch.upstream})" if patch.upstream else ""
+        raise _TargetGoneError(
+            f"patch {patch.name!r}: target {patch.target} does not exist, "
+            f"{_text(error)}; the patch must be adapted to the installed version"
+            f"{versions} or removed"
+        ) from error
+    if not isinstance(owner, ModuleType | type):
         raise _error(
             patch,
             f"target {patch.target} is an attribute of a {type(owner).__name__}, not "
             "of a module or class",
         )
-    elif any(attr in vars(base) for base in owner.__mro__):
-        raw = inspect.getattr_static(owner, attr)
-    else:
-        raise _gone(patch, f"{_describe(owner)} has no {attr!r}")
     own = (vars(owner)[attr],) if attr in vars(owner) else ()
     return _Site(
         patch=patch, owner=owner, attr=attr, own=own, new=_replacement(patch, raw)
     )
 
 
-def _attribute(patch: Patch, owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise _gone(patch, f"{_describe(owner)} has no {name!r}") from None
-    except Exception as error:
-        # A lazy module imports on access, which may fail in any way.
-        found = f"{name!r} of {_describe(owner)} raises {_text(error)}"
-        raise _gone(patch, found) from error
+def _of_class(owner: type, attr: str) -> Any:
+    """An attribute as the class stores it, and none of the metaclass."""
+    for base in owner.__mro__:
+        if attr in vars(base):
+            return vars(base)[attr]
+    raise AttributeError(f"type object {owner.__qualname__!r} has no {attr!r}")
 
 
 def _replacement(patch: Patch, raw: Any) -> Any:
@@ -327,22 +322,6 @@ class _TargetGoneError(PatchError):
 
 def _error(patch: Patch, problem: str) -> PatchError:
     return PatchError(f"patch {patch.name!r}: {problem}")
-
-
-def _gone(patch: Patch, found: str) -> PatchError:
-    versions = f" (written for {patch.upstream})" if patch.upstream else ""
-    return _TargetGoneError(
-        f"patch {patch.name!r}: target {patch.target} does not exist, {found}; the "
-        f"patch must be adapted to the installed version{versions} or removed"
-    )
-
-
-def _describe(owner: Any) -> str:
-    if isinstance(owner, ModuleType):
-        return f"module {owner.__name__}"
-    if isinstance(owner, type):
-        return f"class {owner.__module__}.{owner.__qualname__}"
-    return f"a {type(owner).__name__}"
 
 
 def _text(error: Exception) -> str:

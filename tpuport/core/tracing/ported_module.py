@@ -18,7 +18,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from tpuport.core import compat
 from tpuport.core.tracing.block_scan import scanned, slices
-from tpuport.core.tracing.block_stacks import Stack, StackedBlocks, find_stacks
+from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.runtime import Runtime
 
 Weights = Mapping[str, Any]
@@ -63,14 +63,11 @@ def _arrays(names: WeightNames, stacks: Sequence[Stack]) -> dict[str, tuple[str,
     """The arrays that hold a module's tensors; see :class:`PortedModule`."""
     of: dict[str, tuple[str, tuple[str, ...]]] = {}
     for stack in stacks:
-        for tensor in stack.tensors:
-            members = stack.members(tensor)
-            of |= dict.fromkeys(members, (stack.name(tensor), members))
-    found: dict[str, tuple[str, ...]] = {}
-    for name in (*names.stored, *names.computed):
-        array, members = of.get(name, (name, (name,)))
-        found.setdefault(array, members)
-    return found
+        for array, members in stack.arrays().items():
+            of |= dict.fromkeys(members, (array, members))
+    return dict(
+        of.get(name, (name, (name,))) for name in (*names.stored, *names.computed)
+    )
 
 
 class PortedModule:
@@ -79,55 +76,30 @@ class PortedModule:
     Args:
         module: the skeleton; its own tensors are never read while tracing.
         runtime: the environment torch code is traced in.
-        stacked: lists of identical blocks whose weights are held as one array per name
-            and which run under one scan.
+        stacks: blocks whose weights are held as one array per name and which run under
+            one scan.
 
     Attributes:
         names: the tensors, by their names in the module.
-        stacks: the stacked blocks.
         arrays: the weights: the name of each array -> the tensors in the array. One
             tensor, or the tensors of all blocks of a stack along a new leading dim,
             under a name such as ``blocks.*.linear.weight``.
         gathered: sharding of one block, by array, for stacked arrays whose blocks are
             gathered for use.
-
-    Raises:
-        PluginError: blocks that cannot be stacked.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         runtime: Runtime,
-        stacked: Sequence[str | StackedBlocks] = (),
+        stacks: Sequence[Stack] = (),
     ) -> None:
         self.module = module
         self.runtime = runtime
         self.names = WeightNames.of(module)
-        self.stacks = find_stacks(module, stacked, self.names.tied)
+        self.stacks = tuple(stacks)
         self.arrays: Mapping[str, tuple[str, ...]] = _arrays(self.names, self.stacks)
         self.gathered: Mapping[str, jax.sharding.NamedSharding] = {}
-
-    def apply(self, weights: Weights, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's forward as a pure function.
-
-        Args:
-            weights: one array per name in :attr:`arrays`.
-            args, kwargs: of forward; all arrays in them are JAX arrays.
-
-        Returns:
-            What forward returns, with JAX arrays in place of tensors.
-
-        Raises:
-            PluginError: the module does more with stacked blocks than run one after the
-                other.
-        """
-
-        def run(given: Any) -> Any:
-            args, kwargs = given
-            return self.module(*args, **kwargs)
-
-        return self.call(weights, run, (args, kwargs))
 
     def call(self, weights: Weights, run: Callable[[Any], Any], given: Any) -> Any:
         """``run(given)`` with these weights in the module and tensors for arrays.
@@ -139,11 +111,15 @@ class PortedModule:
 
         Returns:
             What ``run`` returns, with JAX arrays in place of tensors.
+
+        Raises:
+            StackError: the module does more with stacked blocks than run one after the
+                other.
         """
         env = self.runtime.env
         values = dict(weights)
-        loaded = [s for s in self.stacks if s.name(s.tensors[0]) in values]
-        stacked = {s.name(tensor) for s in loaded for tensor in s.tensors}
+        loaded = [s for s in self.stacks if s.arrays().keys() <= values.keys()]
+        stacked = {array for stack in loaded for array in stack.arrays()}
         for alias, name in self.names.tied.items():
             values[alias] = values[name]
         with self.runtime.tracing():
@@ -157,27 +133,16 @@ class PortedModule:
             ):
                 return env.t2j_iso(run(env.j2t_iso(given)))
 
-    def abstract_weights(
-        self, dtype: Callable[[str, torch.Tensor], Any]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of all weights, for lowering without data.
-
-        ``dtype`` gives a tensor's dtype from its name in the module and the tensor.
-        """
-        tensors = self.tensors()
-        return {
-            name: jax.ShapeDtypeStruct(
-                self.leading(name) + tuple(tensors[members[0]].shape),
-                dtype(members[0], tensors[members[0]]),
-            )
-            for name, members in self.arrays.items()
-        }
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """The module's own tensors by name; a tied tensor has several names."""
         tensors = dict(self.module.named_parameters(remove_duplicate=False))
         tensors.update(self.module.named_buffers(remove_duplicate=False))
         return tensors
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint holds, by name."""
+        tensors = self.tensors()
+        return {name: tensors[name] for name in self.names.stored}
 
     def leading(self, array: str) -> tuple[int, ...]:
         """The dims of an array in front of the dims of its tensors."""

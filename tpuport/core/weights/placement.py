@@ -8,15 +8,15 @@ any other weight, and the devices hold each weight once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpuport.core.arrays import array_dtype
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
@@ -30,7 +30,6 @@ def abstract_weights(
     ported: PortedModule,
     plan: ShardingPlan,
     mesh: jax.sharding.Mesh,
-    dtype: Callable[[str, torch.Tensor], Any],
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype, sharding and layout of a module's arrays; nothing is read.
 
@@ -41,7 +40,6 @@ def abstract_weights(
     Args:
         ported: the module, which may be on the meta device.
         plan: plan of the stored tensors, by their names in the module.
-        dtype: gives a tensor's dtype from its name and the tensor.
 
     Raises:
         ShardingError: the plan has problems, or splits the blocks of a stack in
@@ -49,7 +47,7 @@ def abstract_weights(
     """
     shardings = named_shardings(plan, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
-    structs = ported.abstract_weights(dtype)
+    tensors = ported.tensors()
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for array, members in ported.arrays.items():
         each = {name: shardings.get(name, replicated) for name in members}
@@ -63,9 +61,10 @@ def abstract_weights(
                 )
         if ported.leading(array):
             sharding = NamedSharding(mesh, PartitionSpec(None, *sharding.spec))
-        shape = structs[array].shape
+        one = tensors[members[0]]
+        shape = ported.leading(array) + tuple(one.shape)
         place = sharding if ported.leading(array) else in_order(shape, sharding)
-        found[array] = jax.ShapeDtypeStruct(shape, structs[array].dtype, sharding=place)
+        found[array] = jax.ShapeDtypeStruct(shape, array_dtype(one), sharding=place)
     used_as = {
         array: NamedSharding(mesh, PartitionSpec(*plan.assignments[members[0]]))
         for array, members in ported.arrays.items()
