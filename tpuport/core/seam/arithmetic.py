@@ -34,7 +34,6 @@ from tpuport.core.programs.module_programs import ARITHMETIC, WHOLE
 from tpuport.core.programs.torch_operators import (
     STATIC,
     Computes,
-    Result,
     computes,
     counts,
 )
@@ -90,7 +89,7 @@ class _Operation:
     computes: Computes
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    result: Result
+    result: jax.ShapeDtypeStruct
     strides: tuple[int, ...]
     dtype: torch.dtype
 
@@ -553,7 +552,7 @@ def _operation(
         computes=found,
         args=forms,
         kwargs=named,
-        result=Result(tuple(result.shape), array_dtype(result)),
+        result=jax.ShapeDtypeStruct(tuple(result.shape), array_dtype(result)),
         strides=result.stride(),
         dtype=result.dtype,
     )
