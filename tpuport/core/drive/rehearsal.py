@@ -26,8 +26,8 @@ from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.pipelines.folder import PipelineFolder, is_a
-from tpuport.core.programs.module_programs import WHOLE, lowered, module_key
-from tpuport.core.programs.program_key import ProgramKey
+from tpuport.core.programs.jax_cache import lowered
+from tpuport.core.programs.program_key import WHOLE, ProgramKey, module_key
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.devices import Devices, TracedProgram

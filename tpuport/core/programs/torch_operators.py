@@ -6,8 +6,10 @@ shapes and dtypes of results are torch's own, asked of tensors without numbers.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +18,9 @@ import torch
 aten = torch.ops.aten
 
 
-class Result(NamedTuple):
-    """What torch says of a result.
-
-    Attributes:
-        shape, dtype: the dtype is JAX's.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
 Computes = Callable[..., jax.Array]
-"""``computes(result, *arguments, **keywords)``; numbers are float32 arrays."""
+"""``computes(result, *arguments, **keywords)``; numbers are float32 arrays, and the
+result has the shape and dtype that torch says."""
 
 
 def _full(value: Any) -> Any:
@@ -41,7 +33,7 @@ def _full(value: Any) -> Any:
 def _each(function: Callable[..., Any]) -> Computes:
     """An operator on each number by itself, or a reduction; in float32."""
 
-    def computes(result: Result, *args: Any, **kwargs: Any) -> jax.Array:
+    def computes(result: jax.ShapeDtypeStruct, *args: Any, **kwargs: Any) -> jax.Array:
         given = {name: _full(value) for name, value in kwargs.items()}
         found = function(*map(_full, args), **given)
         return jnp.asarray(found).astype(result.dtype)
@@ -49,16 +41,12 @@ def _each(function: Callable[..., Any]) -> Computes:
     return computes
 
 
-def _scaled(sign: int) -> Callable[..., Any]:
-    def add(x: Any, y: Any, alpha: Any = None) -> Any:
-        return x + sign * (y if alpha is None else alpha * y)
-
-    return add
-
-
 def _power(x: Any, exponent: Any) -> Any:
-    exact = {2: lambda: x * x, 3: lambda: x * x * x, 0.5: lambda: jnp.sqrt(x)}
-    exact |= {
+    """As torch, which computes some powers in another way than the rest."""
+    exact = {
+        2: lambda: x * x,
+        3: lambda: x * x * x,
+        0.5: lambda: jnp.sqrt(x),
         -1: lambda: 1 / x,
         -2: lambda: 1 / (x * x),
         -0.5: lambda: jax.lax.rsqrt(x),
@@ -72,10 +60,6 @@ def _clamp(x: Any, least: Any = None, most: Any = None, **more: Any) -> Any:
     least, most = more.get("min", least), more.get("max", most)
     x = x if least is None else jnp.maximum(x, least)
     return x if most is None else jnp.minimum(x, most)
-
-
-def _lerp(x: Any, y: Any, weight: Any) -> Any:
-    return jnp.where(weight < 0.5, x + weight * (y - x), y - (y - x) * (1 - weight))
 
 
 def _axes(dim: Any) -> Any:
@@ -109,18 +93,10 @@ def _variance(
     return jnp.sum(squares, keepdims=keepdim, **how) / jnp.maximum(count - less, 0.0)
 
 
-def _deviation(*args: Any, **kwargs: Any) -> Any:
-    return jnp.sqrt(_variance(*args, **kwargs))
-
-
-def _sign(x: Any) -> Any:
-    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
-
-
 def _compared(function: Callable[..., Any]) -> Computes:
     """A comparison; a number is rounded as the tensor is that it is compared with."""
 
-    def computes(result: Result, x: Any, y: Any) -> jax.Array:
+    def computes(result: jax.ShapeDtypeStruct, x: Any, y: Any) -> jax.Array:
         x, y = jnp.asarray(x), jnp.asarray(y)
         if x.ndim and not y.ndim:
             y = y.astype(x.dtype)
@@ -144,87 +120,25 @@ def _norm(
     return jnp.sum(x**ord, **how) ** (1 / ord)
 
 
-def _shaped(result: Result, x: Any, *_: Any, **__: Any) -> jax.Array:
-    return jnp.reshape(x, result.shape)
-
-
-def _spread_out(result: Result, x: Any, *_: Any, **__: Any) -> jax.Array:
-    return jnp.broadcast_to(x, result.shape)
-
-
-def _as(result: Result, x: Any, *_: Any, **__: Any) -> jax.Array:
-    found: jax.Array = x.astype(result.dtype)
-    return found
-
-
-def _filled(result: Result, x: Any, value: Any, *_: Any) -> jax.Array:
-    return jnp.broadcast_to(value, result.shape).astype(result.dtype)
-
-
-def _permuted(result: Result, x: Any, dims: Sequence[int]) -> jax.Array:
-    return jnp.transpose(x, tuple(dims))
-
-
-def _exchanged(result: Result, x: Any, one: int = 0, other: int = 1) -> jax.Array:
-    return jnp.swapaxes(x, one, other) if x.ndim > 1 else x
-
-
-def _selected(result: Result, x: Any, dim: int, index: int) -> jax.Array:
-    return jax.lax.index_in_dim(x, index, dim % x.ndim, keepdims=False)
-
-
-def _sliced(
-    result: Result,
-    x: Any,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+def _joined(
+    result: jax.ShapeDtypeStruct, parts: Sequence[Any], dim: int = 0
 ) -> jax.Array:
-    part = slice(start, end, step)
-    found: jax.Array = x[(slice(None),) * (dim % x.ndim) + (part,)]
-    return found
-
-
-def _joined(result: Result, parts: Sequence[Any], dim: int = 0) -> jax.Array:
     # Torch leaves out empty tensors of one axis.
     parts = [p.astype(result.dtype) for p in parts if p.shape != (0,)]
     return jnp.concatenate(parts, dim) if parts else jnp.zeros((0,), result.dtype)
 
 
-def _stacked(result: Result, parts: Sequence[Any], dim: int = 0) -> jax.Array:
-    return jnp.stack([p.astype(result.dtype) for p in parts], dim)
-
-
-def _flipped(result: Result, x: Any, dims: Sequence[int]) -> jax.Array:
-    return jnp.flip(x, tuple(dims))
-
-
-def _rolled(result: Result, x: Any, by: Sequence[int], dims: Any = ()) -> jax.Array:
-    return jnp.roll(x, tuple(by), tuple(dims)) if dims else jnp.roll(x, by[0])
-
-
-def _repeated(result: Result, x: Any, times: Sequence[int]) -> jax.Array:
-    return jnp.tile(x, tuple(times))
-
-
-def _padded(result: Result, x: Any, pad: Sequence[int], value: Any = 0) -> jax.Array:
+def _padded(
+    result: jax.ShapeDtypeStruct, x: Any, pad: Sequence[int], value: Any = 0
+) -> jax.Array:
     pairs = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
     widths = [(0, 0, 0)] * (x.ndim - len(pairs)) + [(a, b, 0) for a, b in pairs]
     return jax.lax.pad(x, jnp.asarray(value).astype(x.dtype), widths)
 
 
-def _chosen(result: Result, condition: Any, x: Any, y: Any) -> jax.Array:
+def _chosen(result: jax.ShapeDtypeStruct, condition: Any, x: Any, y: Any) -> jax.Array:
     one, other = (jnp.asarray(v).astype(result.dtype) for v in (x, y))
     return jnp.where(condition.astype(bool), one, other)
-
-
-def _masked(result: Result, x: Any, mask: Any, value: Any) -> jax.Array:
-    return _chosen(result, mask, value, x)
-
-
-def _product(x: Any, y: Any) -> Any:
-    return jnp.matmul(x, y, precision="highest")
 
 
 _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
@@ -243,7 +157,7 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.silu: jax.nn.silu,
     aten.relu: jax.nn.relu,
     aten.reciprocal: lambda x: 1 / x,
-    aten.sign: _sign,
+    aten.sign: lambda x: (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype),
     aten.floor: jnp.floor,
     aten.ceil: jnp.ceil,
     aten.isnan: jnp.isnan,
@@ -251,8 +165,8 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.logical_not: jnp.logical_not,
     aten.logical_and: jnp.logical_and,
     aten.logical_or: jnp.logical_or,
-    aten.add: _scaled(1),
-    aten.sub: _scaled(-1),
+    aten.add: lambda x, y, alpha=1: x + alpha * y,
+    aten.sub: lambda x, y, alpha=1: x - alpha * y,
     aten.rsub: lambda x, y, alpha=1: y - alpha * x,
     aten.mul: lambda x, y: x * y,
     aten.div: lambda x, y: x / y,
@@ -262,7 +176,9 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.clamp: _clamp,
     aten.clamp_min: jnp.maximum,
     aten.clamp_max: jnp.minimum,
-    aten.lerp: _lerp,
+    aten.lerp: lambda x, y, weight: jnp.where(
+        weight < 0.5, x + weight * (y - x), y - (y - x) * (1 - weight)
+    ),
     aten.addcmul: lambda x, y, z, value=1: x + value * y * z,
     aten.addcdiv: lambda x, y, z, value=1: x + value * y / z,
     aten.mean: _reduced(jnp.mean),
@@ -272,45 +188,54 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.any: _reduced(jnp.any),
     aten.all: _reduced(jnp.all),
     aten.var: _variance,
-    aten.std: _deviation,
+    aten.std: lambda *args, **kwargs: jnp.sqrt(_variance(*args, **kwargs)),
     aten.linalg_vector_norm: _norm,
-    aten.bmm: _product,
-    aten.mm: _product,
+    aten.bmm: functools.partial(jnp.matmul, precision="highest"),
+    aten.mm: functools.partial(jnp.matmul, precision="highest"),
 }
 _COMPARISONS: dict[Any, Computes] = {
-    aten.eq: _compared(lambda x, y: x == y),
-    aten.ne: _compared(lambda x, y: x != y),
-    aten.lt: _compared(lambda x, y: x < y),
-    aten.le: _compared(lambda x, y: x <= y),
-    aten.gt: _compared(lambda x, y: x > y),
-    aten.ge: _compared(lambda x, y: x >= y),
+    getattr(aten, name): _compared(getattr(operator, name))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _OF_PLACES: dict[Any, Computes] = {
-    aten.view: _shaped,
-    aten._unsafe_view: _shaped,
-    aten.unsqueeze: _shaped,
-    aten.squeeze: _shaped,
-    aten.expand: _spread_out,
-    aten.permute: _permuted,
-    aten.transpose: _exchanged,
-    aten.t: _exchanged,
-    aten.select: _selected,
-    aten.slice: _sliced,
-    aten.alias: _as,
-    aten.detach: _as,
-    aten.clone: _as,
-    aten._to_copy: _as,
-    aten.lift_fresh: _as,
+    **dict.fromkeys(
+        (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze),
+        lambda result, x, *_, **__: jnp.reshape(x, result.shape),
+    ),
+    aten.expand: lambda result, x, *_, **__: jnp.broadcast_to(x, result.shape),
+    aten.permute: lambda _, x, dims: jnp.transpose(x, tuple(dims)),
+    aten.transpose: lambda _, x, one, other: (
+        jnp.swapaxes(x, one, other) if x.ndim else x
+    ),
+    aten.t: lambda _, x: x.T,
+    aten.select: lambda _, x, dim, index: jax.lax.index_in_dim(
+        x, index, dim % x.ndim, keepdims=False
+    ),
+    aten.slice: lambda _, x, dim=0, start=None, end=None, step=1: x[
+        (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
+    ],
+    **dict.fromkeys(
+        (aten.alias, aten.detach, aten.clone, aten._to_copy, aten.lift_fresh),
+        lambda result, x, *_, **__: x.astype(result.dtype),
+    ),
     aten.cat: _joined,
-    aten.stack: _stacked,
-    aten.flip: _flipped,
-    aten.roll: _rolled,
-    aten.repeat: _repeated,
+    aten.stack: lambda result, parts, dim=0: jnp.stack(
+        [part.astype(result.dtype) for part in parts], dim
+    ),
+    aten.flip: lambda _, x, dims: jnp.flip(x, tuple(dims)),
+    aten.roll: lambda _, x, by, dims=(): (
+        jnp.roll(x, tuple(by), tuple(dims)) if dims else jnp.roll(x, by[0])
+    ),
+    aten.repeat: lambda _, x, times: jnp.tile(x, tuple(times)),
     aten.constant_pad_nd: _padded,
     aten.where: _chosen,
-    aten.masked_fill: _masked,
-    aten.copy: _filled,
-    aten.fill: _filled,
+    aten.masked_fill: lambda result, x, mask, value: _chosen(result, mask, value, x),
+    **dict.fromkeys(
+        (aten.copy, aten.fill),
+        lambda result, x, value, *_: jnp.broadcast_to(value, result.shape).astype(
+            result.dtype
+        ),
+    ),
 }
 #: Overloads whose arguments mean something else than in the tables.
 _OTHERS = frozenset(
@@ -336,17 +261,17 @@ STATIC = frozenset(
 )
 
 
-def computes(operator: Any) -> Computes | None:
+def computes(overload: Any) -> Computes | None:
     """What computes an overload of an operator; ``None`` if the host must."""
-    packet = operator.overloadpacket
-    if operator in _OTHERS:
+    packet = overload.overloadpacket
+    if overload in _OTHERS:
         return None
     if packet in _OF_NUMBERS:
         return _each(_OF_NUMBERS[packet])
     return _COMPARISONS.get(packet) or _OF_PLACES.get(packet)
 
 
-def counts(operator: Any) -> bool:
+def counts(overload: Any) -> bool:
     """Whether an operator computes numbers, which of integers the host does."""
-    packet = operator.overloadpacket
+    packet = overload.overloadpacket
     return packet in _OF_NUMBERS or packet in _COMPARISONS

@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 from tpuport.core.arrays import array_dtype
 from tpuport.core.enums import StageName
-from tpuport.core.programs.module_programs import ARITHMETIC
+from tpuport.core.programs.program_key import ARITHMETIC
 from tpuport.core.programs.torch_operators import (
     STATIC,
     Computes,
-    Result,
     computes,
     counts,
 )
@@ -86,7 +85,7 @@ class _Operation:
     computes: Computes
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    result: Result
+    result: jax.ShapeDtypeStruct
     strides: tuple[int, ...]
     dtype: torch.dtype
 
@@ -532,7 +531,7 @@ def _operation(
         computes=found,
         args=forms,
         kwargs=named,
-        result=Result(tuple(result.shape), array_dtype(result)),
+        result=jax.ShapeDtypeStruct(tuple(result.shape), array_dtype(result)),
         strides=result.stride(),
         dtype=result.dtype,
     )

@@ -15,8 +15,8 @@ import torch
 
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
-from tpuport.core.programs.module_programs import WHOLE, lowered, module_key
+from tpuport.core.programs.jax_cache import cache_hits, lowered, persistent_cache
+from tpuport.core.programs.program_key import WHOLE, module_key
 from tpuport.core.reports import CompileReport
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.target import Target

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.enums import Blocks, denoises
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.programs.module_programs import ModulePrograms
+from tpuport.core.programs.built_folder import BuiltFolder
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -74,7 +74,7 @@ class Target:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     general: Target | None = None
     cache: Path | None = None
-    built: ModulePrograms | None = None
+    built: BuiltFolder | None = None
     blocks: Blocks = Blocks.UPSTREAM
     implementation: AttentionChoice = AttentionChoice()
     alone: bool = False
