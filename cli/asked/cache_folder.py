@@ -16,12 +16,7 @@ _FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules")
 
 
 def cache_folder(asked: Path | None) -> Path:
-    """The cache folder asked for or the user's own, made and known to be writable.
-
-    Raises:
-        OutputError: the folder cannot be made or written.
-        UsageError: a file is in the place of a folder in it.
-    """
+    """The cache folder asked for or the user's own, made and known to be writable."""
     folder = asked or default_cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tpuport import api
 from tpuport.cli.shown import signals
+from tpuport.core.mesh.slices import Topology, check_libtpu, compile_environment
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
 
@@ -51,16 +52,23 @@ def prepare(*, debug: bool = False) -> None:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    _quiet_loggers(_LOGGERS)
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
 
-def _quiet_loggers(names: Iterable[str]) -> None:
-    for name in names:
-        logger = logging.getLogger(name)
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.ERROR)
+def prepare_topology(topology: Topology) -> None:
+    """Set this process up to compile for a slice that is not there.
+
+    Called before jax is imported. What the user set stays. libtpu reads the variables
+    when it is loaded, once in a process.
+    """
+    check_libtpu(topology)
+    for name, value in compile_environment(topology).items():
+        os.environ.setdefault(name, value)
 
 
 def import_libraries(reporter: Reporter) -> None:

@@ -26,11 +26,7 @@ class Noise:
     tensor: torch.Tensor
 
     def for_videos(self, count: int) -> torch.Tensor:
-        """One noise per video; a single one serves all.
-
-        Raises:
-            UsageError: the file holds neither one nor ``count``.
-        """
+        """One noise per video; a single one serves all."""
         found = len(self.tensor)
         if found not in (1, count):
             raise UsageError(
@@ -41,11 +37,7 @@ class Noise:
 
 
 def read_noise(file: str | None) -> Noise | None:
-    """The noise in ``file``, or ``None`` for none.
-
-    Raises:
-        UsageError: no such file, no safetensors file, not one tensor, no noise.
-    """
+    """The noise in ``file``, or ``None`` for none."""
     if file is None:
         return None
     import torch

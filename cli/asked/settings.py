@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,19 @@ AUTO = "auto"
 """The mesh that ``plan`` looks for."""
 
 
+def _mesh_or_auto(value: Any) -> Any:
+    return value if value == AUTO else kinds.mesh(value)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Files:
-    """The files of a command beside those of :class:`RunSettings`."""
+class Settings(RunSettings, Asked):
+    """All settings of a command.
+
+    Attributes:
+        search: ``plan`` compares the legal meshes; ``mesh`` is ``None`` then.
+        read_from: the files that other settings were read from.
+        config: the YAML file and the keys that it gave; empty without one.
+    """
 
     latents: str | None = setting(
         kinds.media,
@@ -67,22 +77,6 @@ class Files:
         commands="GEND",
         panel=FILES,
     )
-
-
-def _mesh_or_auto(value: Any) -> Any:
-    return value if value == AUTO else kinds.mesh(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(RunSettings, Files, Asked):
-    """All settings of a command.
-
-    Attributes:
-        search: ``plan`` compares the legal meshes; ``mesh`` is ``None`` then.
-        read_from: the files that other settings were read from.
-        config: the YAML file and the keys that it gave; empty without one.
-    """
-
     plan_mesh: None = setting(
         _mesh_or_auto,
         "--mesh MESH|auto",
@@ -153,11 +147,6 @@ class Settings(RunSettings, Files, Asked):
         found = [weights] if str(weights) != DEMO and weights.is_dir() else []
         return [*files, *found, *self.read_from]
 
-    def videos(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Prompt and seed of every video: each prompt with each seed."""
-        pairs = [(prompt, seed) for prompt in self.prompt for seed in self.seed]
-        return tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
-
 
 #: Every setting with a flag, by the name of its field.
 TABLE = settings_of(Settings)
@@ -175,9 +164,6 @@ def take_own_options(context: typer.Context, file: str | None) -> str | None:
 
     Called for ``--config`` before the command's other options are looked at: what it
     finds becomes their default, as if it were the flag's text.
-
-    Raises:
-        UsageError: the file cannot be read, or a key is none that the command knows.
     """
     if file:
         own_names = _own_options(context)
@@ -199,10 +185,6 @@ def gather(context: typer.Context, command: str) -> Settings:
 
     Args:
         command: its letter in the table.
-
-    Raises:
-        UsageError: an unknown or doubled key in the YAML file, a value of a wrong kind,
-            or two settings that exclude each other.
     """
     flags: dict[str, Any] = {}
     environment: dict[str, Any] = {}
@@ -251,7 +233,7 @@ def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, A
     others: dict[str, Any] = {}
     for key, value in values.items():
         name = _field(key, command)
-        typed = read_value({"setting": TABLE[name]}, value, label(key))
+        typed = read_value(TABLE[name].kind, value, label(key))
         (known if TABLE[name].becomes is None else others)[name] = typed
     for one, other in _EITHER:
         if one in values and other in values:
@@ -264,25 +246,6 @@ def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, A
             before = known.get(target, ()) if isinstance(said, tuple) else ()
             known[target] = (*before, *said) if isinstance(said, tuple) else said
     return known
-
-
-def read_again(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a record keeps by the names of fields, typed.
-
-    Args:
-        recorded: JSON; null is "not given".
-
-    Raises:
-        UsageError, AttentionError: a value is of another kind, or of no setting.
-    """
-    about = {f.name: f.metadata for f in fields(Settings) if f.init and f.metadata}
-    if unknown := recorded.keys() - about.keys():
-        raise UsageError(f"there is no setting {quoted(min(unknown))}")
-    return {
-        name: read_value(about[name], value, name)
-        for name, value in recorded.items()
-        if value is not None
-    }
 
 
 def _field(key: str, command: str) -> str:

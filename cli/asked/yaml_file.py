@@ -12,12 +12,7 @@ from tpuport.errors import UsageError
 
 
 def load_mapping(file: str) -> dict[Any, Any]:
-    """The keys and values of a YAML file; empty for an empty file.
-
-    Raises:
-        UsageError: the file cannot be read, is not YAML, or holds no mapping; a key
-            stands twice; or there is an alias: aliases make short files large.
-    """
+    """The keys and values of a YAML file; empty for an empty file."""
     import yaml
 
     class Strict(yaml.SafeLoader):
@@ -43,7 +38,7 @@ def load_mapping(file: str) -> dict[Any, Any]:
                     )
             return super().construct_mapping(node, deep)
 
-    path = read_value({"kind": kinds.path}, file, "--config")
+    path = read_value(kinds.path, file, "--config")
     text = read_text(path, "config file")
     try:
         data = yaml.load(text, Strict)

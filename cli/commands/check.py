@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuport.cli.asked.absent_chips import prepare_topology
-from tpuport.cli.asked.environment import looking, prepare
+from tpuport.cli.asked.environment import looking, prepare, prepare_topology
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import MESH, Checked, check

@@ -7,7 +7,7 @@ import time
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.staged import generate_videos
+from tpuport.cli.runs.staged import begin_run
 from tpuport.cli.runs.variants import with_model
 
 
@@ -22,4 +22,4 @@ def generate(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    generate_videos(with_model(settings), started)
+    begin_run(with_model(settings), started, "generate")

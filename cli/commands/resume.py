@@ -14,7 +14,7 @@ from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import kept_run, look, out_of
-from tpuport.cli.runs.staged import resume_run
+from tpuport.cli.runs.staged import go_on_with_run
 from tpuport.core.files.run_record import RUN_FILE
 from tpuport.errors import UsageError
 
@@ -48,4 +48,5 @@ def resume(
         )
     else:
         kept = kept_run(cache_folder(settings.cache_dir), name)
-    resume_run(out_of(kept, replace(settings, run_dir=kept.folder)), started)
+    own = out_of(kept, replace(settings, run_dir=kept.folder))
+    go_on_with_run(own, started, None)

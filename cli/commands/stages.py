@@ -7,7 +7,7 @@ import time
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.staged import encode_run, run_stage
+from tpuport.cli.runs.staged import begin_run, go_on_with_run
 from tpuport.cli.runs.variants import with_model
 from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import RUN_FILE
@@ -24,33 +24,25 @@ def encode(settings: Settings) -> None:
 
     Example: tpuport encode --prompt "a panda" --run-dir run
     """
-    prepare(debug=settings.debug)
-    started = time.perf_counter()
-    _check_run_dir(settings)
+    started = _started(settings)
     assert settings.run_dir is not None
     if not settings.prompt and (settings.run_dir / RUN_FILE).exists():
         _check_says_nothing(settings)
-        run_stage(settings, started, StageName.ENCODE)
+        go_on_with_run(settings, started, StageName.ENCODE)
     else:
-        encode_run(with_model(settings), started)
+        begin_run(with_model(settings), started, StageName.ENCODE)
 
 
-def _check_run_dir(settings: Settings) -> None:
-    """Refuse settings without a run directory.
-
-    Raises:
-        UsageError: there is none.
-    """
+def _started(settings: Settings) -> float:
+    """When the command began; refuses settings without a run directory."""
+    prepare(debug=settings.debug)
     if settings.run_dir is None:
         raise UsageError("--run-dir is missing; name the folder of the run")
+    return time.perf_counter()
 
 
 def _check_says_nothing(settings: Settings) -> None:
-    """Refuse a flag that says what to make, where run.json says so.
-
-    Raises:
-        UsageError: which one.
-    """
+    """Refuse a flag that says what to make, where run.json says so."""
     defaults = defaults_of(Asked)
     for name, setting in settings_of(Asked).items():
         if name in defaults and getattr(settings, name) != defaults[name]:
@@ -66,10 +58,7 @@ def denoise(settings: Settings) -> None:
 
     Example: tpuport denoise --run-dir run
     """
-    prepare(debug=settings.debug)
-    started = time.perf_counter()
-    _check_run_dir(settings)
-    run_stage(settings, started, StageName.DENOISE)
+    go_on_with_run(settings, _started(settings), StageName.DENOISE)
 
 
 @command("decode")
@@ -80,7 +69,4 @@ def decode(settings: Settings) -> None:
 
     Example: tpuport decode --run-dir run --out panda.mp4
     """
-    prepare(debug=settings.debug)
-    started = time.perf_counter()
-    _check_run_dir(settings)
-    run_stage(settings, started, StageName.DECODE)
+    go_on_with_run(settings, _started(settings), StageName.DECODE)

@@ -3,18 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.measured import FIRST_NOTE, Machine, Once, Runs, compared, priced
 from tpuport.cli.runs.taped_call import TapedCall
 from tpuport.cli.runs.video_run import VideoRun, find
+from tpuport.cli.shown import signals
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.files.fingerprint import versions
+from tpuport.core.reports import StageReport
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.step_cache import StepCache
+
+#: Load average per CPU before the start from which the times are called in question.
+BUSY = 0.5
+
+#: The first run of upstream comes second in the process and finds torch imported.
+FIRST_NOTE = (
+    "both keep their modules loaded after the first run; the first run of diffusers "
+    "comes after that of tpuport and finds the libraries imported"
+)
+
+#: What the result has of the report of a run.
+_OF_RUN = (
+    *("model", "weights", "dtype", "blocks", "mesh", "platform", "devices"),
+    *("peak_host_bytes", "peak_device_bytes"),
+)
+
+
+@dataclass
+class Runs:
+    """What one backend did: its first run, then the steady ones."""
+
+    seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, StageReport]] = field(default_factory=list)
+    frames: Any = None
+
+    def as_dict(self, steps: int) -> dict[str, Any]:
+        """JSON-ready."""
+        first, *steady = self.stages
+        made = [program for stage in first.values() for program in stage.compiles]
+        medians = {n: median(run[n].total_seconds for run in steady) for n in first}
+        return {
+            "first": {
+                "seconds": self.seconds[0],
+                "compile_seconds": sum(s.compile_seconds for s in first.values()),
+                "programs": len(made),
+                "loaded": sum(program.loaded for program in made),
+                "cached_programs": sum(program.cached for program in made),
+                "stages": {name: one.total_seconds for name, one in first.items()},
+            },
+            "steady": {
+                "seconds": median(self.seconds[1:]),
+                "all_seconds": self.seconds[1:],
+                "stages": medians,
+                "seconds_per_step": medians["denoise"] / steps,
+            },
+        }
+
+
+class Once(Display):
+    """Says nothing twice: every run would say it."""
+
+    def __init__(self) -> None:
+        super().__init__(signals.check)
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """A line, if it was not said."""
+        if text not in self._said:
+            self._said.add(text)
+            super().say(text)
 
 
 def measure(
@@ -32,11 +96,8 @@ def measure(
         repeat: steady runs of each.
         caches: step caches, each run in turns with the exact run.
         against: ``"diffusers"``, to measure upstream's code too.
-
-    Raises:
-        TpuportError: as of a run of the pipeline.
     """
-    machine = Machine.now()
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     backends = [Backend.TPUPORT, *([Backend.DIFFUSERS] if against else [])]
     cached = {str(cache): cache for cache in caches}
     runs = {str(name): Runs() for name in (*backends, *cached)}
@@ -72,7 +133,8 @@ def measure(
         ours, _ = measured[str(Backend.TPUPORT)]
         last = list(runs[str(Backend.TPUPORT)].stages[-1].values())
         report = ours.report(last, sum(sum(r.seconds) for r in runs.values()))
-    denoised = runs[str(Backend.TPUPORT)].stages[-1].get(StageName.DENOISE)
+    exact = runs[str(Backend.TPUPORT)]
+    denoised = exact.stages[-1].get(StageName.DENOISE)
     steps = denoised.steady_calls + 1 if denoised else 1
     result: dict[str, Any] = {
         "command": "bench",
@@ -80,26 +142,53 @@ def measure(
         "settings": ours.asked,
         "versions": versions(),
         "repeat": repeat,
-        **machine.about(),
+        "load_average": load,
+        "cpus": cpus,
         "notes": [],
         "open_seconds": opened,
         "backends": {name: taken.as_dict(steps) for name, taken in runs.items()},
     }
+    steady = {name: found["steady"] for name, found in result["backends"].items()}
+    mine = steady[str(Backend.TPUPORT)]
     if against:
-        mine, theirs = (runs[str(name)] for name in backends)
-        result |= compared(mine, theirs, result["backends"], against)
+        result |= _compared(exact, runs[against], mine, steady[against])
         result["notes"].append(FIRST_NOTE)
     if cached:
-        exact = runs[str(Backend.TPUPORT)]
         result["step_caches"] = {
-            name: priced(exact, runs[name], result["backends"], name) for name in cached
+            name: _priced(exact, runs[name], mine, steady[name]) for name in cached
         }
-    result["notes"] += machine.notes()
+    if load > BUSY * cpus:
+        result["notes"].append(
+            f"the machine was busy at the start (load {load:.1f} on {cpus} CPUs): do "
+            "not trust these times"
+        )
     return result
 
 
-#: What the result has of the report of a run.
-_OF_RUN = (
-    *("model", "weights", "dtype", "blocks", "mesh", "platform", "devices"),
-    *("peak_host_bytes", "peak_device_bytes"),
-)
+def _compared(
+    ours: Runs, theirs: Runs, mine: dict[str, Any], others: dict[str, Any]
+) -> dict[str, Any]:
+    """How much longer upstream's code takes, and how far its frames are."""
+    import numpy as np
+
+    stages = mine["stages"]
+    return {
+        "ratio": {
+            "total": others["seconds"] / mine["seconds"],
+            **{name: others["stages"][name] / stages[name] for name in stages},
+        },
+        "max_frame_difference": float(np.abs(ours.frames - theirs.frames).max()),
+    }
+
+
+def _priced(
+    exact: Runs, cached: Runs, before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, Any]:
+    """What a step cache saves, as ratios above 1, and what it costs."""
+    from tpuport.core.files.quality import compare
+
+    return {
+        "speedup": before["seconds"] / after["seconds"],
+        "denoise_speedup": before["stages"]["denoise"] / after["stages"]["denoise"],
+        **compare(cached.frames, exact.frames),
+    }

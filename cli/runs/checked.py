@@ -108,9 +108,6 @@ class Subject:
 
         Args:
             settings: their weights take the place of a plugin's variants.
-
-        Raises:
-            PluginError: what a plugin declares is not so.
         """
         import_libraries(reporter)
         from tpuport.core.pipelines import small
@@ -151,11 +148,7 @@ class Subject:
         return self.configs if as_it_is else small.small(self.configs)
 
     def made(self, settings: Settings, reporter: Reporter) -> PipelineFolder:
-        """The folder of the pipeline at a small size, with weights.
-
-        Raises:
-            UsageError: the rules make no pipeline of the configs.
-        """
+        """The folder of the pipeline at a small size, with weights."""
         from tpuport.core.pipelines import small
         from tpuport.core.pipelines.folder import PipelineFolder
         from tpuport.core.pipelines.stand_in import write_random

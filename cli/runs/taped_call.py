@@ -39,7 +39,7 @@ class TapedCall:
     reporter: Reporter
     pipeline: Any
     journal: Journal
-    load: Callable[[str], None]
+    load: Callable[[str], None] = lambda name: None
     caches: StepCaches | None = None
     kept: PipelineRun | None = None
     index: int = 0
@@ -47,11 +47,7 @@ class TapedCall:
     inspection: Inspection | None = None
 
     def called(self, given: dict[str, Any]) -> tuple[Any, list[StageReport]]:
-        """What upstream returns, and the reports of the stages that were run.
-
-        Raises:
-            ArtifactError: the tape is of a run in another way.
-        """
+        """What upstream returns, and the reports of the stages that were run."""
         from tpuport.core.drive.checkpoints import Checkpoints
         from tpuport.core.drive.taped import called, tape_of
 

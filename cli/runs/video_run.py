@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,31 +14,20 @@ from tpuport import targets
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import import_libraries
 from tpuport.cli.asked.noise import read_noise
-from tpuport.cli.asked.outputs import check_report, outputs_of
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checks import (
+    PipelineCall,
     check_attention_here,
-    check_call,
-    check_executables,
-    check_host_memory,
     check_inspection,
-    check_mesh,
     check_on_host,
-    check_step_cache,
-    check_target,
     check_vae,
-    placed_here,
-    with_batch,
-    with_dtype,
-    with_host,
-    with_mesh,
 )
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.taped_call import TapedCall
-from tpuport.cli.shown.output import say
-from tpuport.core.enums import Backend, Blocks, StageName, denoises
+from tpuport.cli.shown.output import check_report, say
+from tpuport.core.enums import Blocks, StageName, denoises
 from tpuport.core.files.folders import check_folder
-from tpuport.core.files.outputs import Outputs, Video, VideoFiles
+from tpuport.core.files.outputs import Outputs, Video, VideoFiles, plan_outputs
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
     Reporter,
@@ -54,7 +43,7 @@ from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
-    from tpuport.core.drive.step_caches import StepCaches
+    from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.call_arguments import Made
     from tpuport.core.pipelines.folder import PipelineFolder
     from tpuport.core.run.inspection import Inspection
@@ -106,12 +95,12 @@ class Again:
     files: tuple[Path, ...] = ()
 
 
-@dataclass
-class VideoRun:
+@dataclass(kw_only=True)
+class VideoRun(PipelineCall):
     """One pipeline, what it is asked for, and what it made.
 
     Attributes:
-        arguments: keywords of every call.
+        placed: the mesh.
         inputs: the digests of images and videos that are read, by file.
         digests: of the frames of each video.
         patches: what became of each patch.
@@ -120,14 +109,11 @@ class VideoRun:
         again: what a replay makes again; ``None`` for what the settings ask for.
     """
 
-    settings: Settings
-    folder: PipelineFolder
-    reporter: Reporter
-    arguments: dict[str, Any]
+    placed: PlacedMesh
     inputs: dict[str, str]
-    digests: list[str]
-    patches: list[dict[str, Any]]
-    calls: dict[str, int]
+    digests: list[str] = field(default_factory=list)
+    patches: list[dict[str, Any]] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
     blocks: Blocks = Blocks.UPSTREAM
     again: Again | None = None
 
@@ -146,9 +132,6 @@ class VideoRun:
         Args:
             again: what a replay makes again.
             partly: some components are not called, and their weights may be missing.
-
-        Raises:
-            UsageError, WeightsError, MeshError: what is wrong.
         """
         from tpuport.core.pipelines.call_arguments import arguments_of
 
@@ -159,29 +142,30 @@ class VideoRun:
         check_inspection(settings)
         settings = sized(settings, folder, reporter)
         arguments = arguments_of(folder, settings)
-        settings = with_host(settings, folder)
-        check_vae(settings, folder)
-        check_on_host(settings, folder)
-        folder.check_packages(arguments)
-        folder = folder.fetched(reporter)
-        folder.check_components(weights=not partly)
-        settings = with_mesh(settings, folder, arguments, reporter)
-        placed = placed_here(settings, reporter)
-        check_target(settings, folder, placed)
-        settings = with_dtype(settings, placed)
-        settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
-        settings = with_batch(settings, folder, placed)
-        check_host_memory(settings, folder)
-        if not partly and again is None:
-            check_call(settings, folder, arguments, reporter)
-        check_mesh(settings, folder, placed, arguments, reporter)
-        check_step_cache(settings, folder, placed, arguments, reporter)
-        if settings.executables is not None:
-            check_executables(settings, folder, placed, reporter)
-        inputs = {name: file_digest(Path(name)) for name in _files(settings)}
-        return cls(
-            settings, folder, reporter, arguments, inputs, [], [], {}, again=again
+        call = PipelineCall(
+            settings=settings, folder=folder, reporter=reporter, arguments=arguments
         )
+        call.settle_host()
+        check_vae(call.settings, folder)
+        check_on_host(call.settings, folder)
+        folder.check_packages(arguments)
+        call.folder = folder.fetched(reporter)
+        call.folder.check_components(weights=not partly)
+        call.settle_mesh()
+        placed = call.placed_here()
+        if not call.by_upstream:
+            call.target(placed, Reporter())  # refuses a layout that is none
+        call.settle_dtype(placed)
+        call.settle(cache_dir=cache_folder(settings.cache_dir))
+        call.settle_batch(placed)
+        call.check_host_memory()
+        if not partly and again is None:
+            call.check_inputs()
+        call.check_mesh(placed)
+        call.check_step_cache(placed)
+        call.check_executables(placed)
+        inputs = {name: file_digest(Path(name)) for name in _files(call.settings)}
+        return cls(**vars(call), placed=placed, inputs=inputs, again=again)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -190,7 +174,7 @@ class VideoRun:
         return {
             "backend": settings.backend,
             "dtype": settings.dtype,
-            "mesh": str(targets.place_for_port(settings.mesh).spec),
+            "mesh": str(self.placed.spec),
             "attention": str(settings.attention),
             "on_host": list(settings.on_host),
             "blocks": settings.blocks,
@@ -230,7 +214,7 @@ class VideoRun:
         count = 1 if self.again is not None else len(self.videos())
         read = [Path(name).expanduser() for name in self.inputs]
         read += self.again.files if self.again else ()
-        outputs = outputs_of(self.settings, name, count, inputs=read)
+        outputs = _outputs(self.settings, name, count, read)
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
@@ -287,17 +271,6 @@ class VideoRun:
             videos = [] if files is None else files.publish(self._describer(report))
         return videos, report
 
-    def _pipeline(self, *, late: bool) -> tuple[Any, Callable[[str], None]]:
-        """The pipeline, and what loads the weights of a component that is called."""
-        from tpuport.core.arrays import torch_dtype
-        from tpuport.core.drive.late_weights import LateWeights
-
-        dtype = torch_dtype(str(self.settings.dtype))
-        if not late:
-            return self.folder.load(dtype, self.reporter), lambda name: None
-        weights = LateWeights(self.folder, dtype, self.reporter)
-        return weights.pipeline, weights.load
-
     @contextlib.contextmanager
     def opened(self, *, late: bool = False) -> Iterator[TapedCall]:
         """The pipeline with its weights, ported while the block lasts.
@@ -305,15 +278,43 @@ class VideoRun:
         Args:
             late: read the weights of a component when it is called.
         """
-        pipeline, load = self._pipeline(late=late)
+        from tpuport.core.arrays import torch_dtype
+        from tpuport.core.drive.late_weights import LateWeights
+        from tpuport.core.drive.step_caches import standing, step_caches
+        from tpuport.core.seam.journal import Journal
+        from tpuport.core.seam.ported import port_pipeline, seam_of, unport
+
+        settings, reporter = self.settings, self.reporter
+        dtype = torch_dtype(str(settings.dtype))
+        weights = LateWeights(self.folder, dtype, reporter) if late else None
+        pipeline = weights.pipeline if weights else self.folder.load(dtype, reporter)
         pipeline.set_progress_bar_config(disable=True)
-        with self._ported(pipeline) as (journal, caches):
-            inspection = self._inspection(journal)
-            yield TapedCall(
-                *(self.settings, self.how, self.reporter, pipeline, journal, load),
+        target = None if self.by_upstream else self._target()
+        journal, seam, caches = Journal(reporter), None, None
+        with contextlib.ExitStack() as stack:
+            if settings.step_cache is not None:
+                caches = step_caches(pipeline, settings.step_cache, target)
+                stack.enter_context(standing(caches.modules.values()))
+            if target is not None:
+                port_pipeline(pipeline, target, settings.on_host, reporter)
+                stack.callback(unport, pipeline)
+                seam = seam_of(pipeline)
+                journal = seam.journal
+            call = TapedCall(
+                *(settings, self.how, reporter, pipeline, journal),
                 caches=caches,
-                inspection=inspection,
+                inspection=self._inspection(journal),
             )
+            yield replace(call, load=weights.load) if weights else call
+            if seam is not None:
+                self.patches = seam.patches()
+                self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
+
+    def _target(self) -> Target:
+        given = (self.folder.class_name, self.placed, self.settings, self.reporter)
+        target = targets.claimed_target(*given)
+        self.blocks = target.blocks
+        return replace(target, built=targets.executables_for(*given))
 
     def _inspection(self, journal: Journal) -> Inspection | None:
         """What looks at the calls of modules, if something was asked for."""
@@ -322,67 +323,23 @@ class VideoRun:
         asked = self.settings
         if not (asked.memory_report or asked.profile or asked.no_jit):
             return None
-        if asked.backend == Backend.DIFFUSERS:
+        if self.by_upstream:
             say("--memory-report, --profile and --no-jit: not for upstream's code")
             return None
         return Inspection(
             journal,
-            targets.place_for_port(asked.mesh).mesh.devices.flat,
+            self.placed.mesh.devices.flat,
             memory=asked.memory_report,
             profile=asked.profile,
             calls=asked.profile_calls or PROFILED_CALLS,
             op_by_op=asked.no_jit,
         )
 
-    @contextlib.contextmanager
-    def _ported(self, pipeline: Any) -> Iterator[tuple[Journal, StepCaches | None]]:
-        from tpuport.core.seam.journal import Journal
-        from tpuport.core.seam.ported import port_pipeline, seam_of, unport
-
-        settings = self.settings
-        if settings.backend == Backend.DIFFUSERS:
-            with self._cached(pipeline) as caches:
-                yield Journal(self.reporter), caches
-            return
-        placed = targets.place_for_port(settings.mesh)
-        name = self.folder.class_name
-        target = targets.claimed_target(name, placed, settings, self.reporter)
-        built = targets.executables_for(name, placed, settings, self.reporter)
-        self.blocks = target.blocks
-        target = replace(target, built=built)
-        with self._cached(pipeline, target) as caches:
-            port_pipeline(pipeline, target, settings.on_host, self.reporter)
-            seam = seam_of(pipeline)
-            try:
-                yield seam.journal, caches
-                self.patches = seam.patches()
-                self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
-            finally:
-                unport(pipeline)
-
-    @contextlib.contextmanager
-    def _cached(
-        self, pipeline: Any, target: Target | None = None
-    ) -> Iterator[StepCaches | None]:
-        """In this block the denoisers can be called with a step cache, if asked for."""
-        from tpuport.core.drive.step_caches import standing, step_caches
-
-        if self.settings.step_cache is None:
-            yield None
-            return
-        caches = step_caches(pipeline, self.settings.step_cache, target)
-        with standing(caches.modules.values()):
-            yield caches
-
     def made(self, one: TapedCall) -> tuple[Made | None, list[StageReport]]:
-        """One video, and the reports of its stages; ``None`` for a stage before it.
-
-        Raises:
-            TpuportError: upstream fails, or a frame is NaN.
-        """
+        """One video, and the reports of its stages; ``None`` for a stage before it."""
         import torch
 
-        from tpuport.core.files.frames import FrameChecks, measure
+        from tpuport.core.files.frames import check_frames
         from tpuport.core.pipelines.call_arguments import as_arrays, made_of
 
         numbers = self.together()[one.index]
@@ -392,10 +349,8 @@ class VideoRun:
         if one.until is not None:
             return None, reports
         made = made_of(output, one.pipeline)
-        checks = FrameChecks()
         for number, frames in zip(numbers, made.frames, strict=False):
-            checks.add(number, frames[None].shape, measure(frames[None]))
-        checks.check()
+            check_frames(number, frames)
         return made, reports
 
     def _own(self, numbers: Sequence[int]) -> dict[str, Any]:
@@ -435,18 +390,18 @@ class VideoRun:
         asked, found = self.settings.num_frames, len(made.frames[0])
         if asked is not None and asked != found and numbers[0] == 0:
             say(f"{self.folder.class_name} made {plural(found, 'frame')}, not {asked}")
+        sound = made.sound
+        silent = files is not None and files.outputs.kind not in SOUNDING
+        if files is not None and silent and sound is not None:
+            say(f"the sound is left out: .{files.outputs.kind} holds none")
+            sound = None
         wanted = numbers if self.again is None else numbers[self.again.video :][:1]
         for number in wanted:
             frames = made.frames[number - numbers[0]]
             self.digests.append(frames_digest(frames))
             if files is not None:
-                files.take(number - wanted[0] * bool(self.again), frames[None])
-        if files is None or made.sound is None:
-            return
-        if files.outputs.kind in SOUNDING:
-            files.sound(numbers[0], made.sound, made.rate)
-        else:
-            say(f"the sound is left out: .{files.outputs.kind} holds none")
+                place = number - wanted[0] * bool(self.again)
+                files.write(place, frames, sound, made.rate)
 
     def _describer(self, report: RunReport) -> Any:
         from tpuport.core.pipelines import sidecar
@@ -480,13 +435,12 @@ class VideoRun:
     def report(self, stages: list[Any], seconds: float) -> RunReport:
         from tpuport.core.drive.driving import merged
 
-        placed = targets.place_for_port(self.settings.mesh)
-        devices = list(placed.mesh.devices.flat)
+        devices = list(self.placed.mesh.devices.flat)
         return RunReport(
             model=self.folder.class_name,
             weights=self.folder.checkpoint.reference,
             platform=str(devices[0].platform),
-            mesh=str(placed.spec),
+            mesh=str(self.placed.spec),
             devices=len(devices),
             dtype=str(self.settings.dtype),
             blocks=self.blocks,
@@ -525,11 +479,7 @@ class VideoRun:
 def _check_files(
     settings: Settings, folder: PipelineFolder, again: Again | None
 ) -> None:
-    """Refuse files that cannot be read or written, before anything is fetched.
-
-    Raises:
-        UsageError, OutputError, ArtifactError: which one.
-    """
+    """Refuse files that cannot be read or written, before anything is fetched."""
     count = max(len(settings.prompt), 1) * len(settings.seed)
     noise = read_noise(settings.latents)
     if noise is not None:
@@ -539,11 +489,23 @@ def _check_files(
             noise.for_videos(count)
     files = again.files if again is not None else ()
     if settings.out is not None:
-        outputs_of(settings, "", 1 if again is not None else count, inputs=files)
+        _outputs(settings, "", 1 if again is not None else count, files)
     if settings.report is not None:
         check_report(settings.report, [*settings.inputs(), *files])
     if settings.run_dir is not None:
         check_folder("--run-dir", settings.run_dir)
+
+
+def _outputs(
+    settings: Settings, default: str, count: int, read: Sequence[Path]
+) -> Outputs:
+    return plan_outputs(
+        default if settings.out is None else settings.out,
+        count,
+        inputs=[*settings.inputs(), *read],
+        overwrite=settings.overwrite,
+        report=settings.report,
+    )
 
 
 def _files(settings: Settings) -> list[str]:

@@ -101,11 +101,6 @@ def test_seeds_are_repeated_or_listed() -> None:
     assert "integer" in refused("--seed", "1,x")
 
 
-def test_every_prompt_goes_with_every_seed() -> None:
-    settings = parse("--prompt", "a", "--prompt", "b", "--seed", "1,2")
-    assert settings.videos() == (("a", "a", "b", "b"), (1, 2, 1, 2))
-
-
 def test_options_are_names_and_values() -> None:
     settings = parse("-o", "scheduler=ddim", "--option", "use-dynamic-cfg=on")
     assert settings.options == {"scheduler": "ddim", "use_dynamic_cfg": "on"}

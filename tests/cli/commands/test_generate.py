@@ -278,10 +278,10 @@ def test_ctrl_c_before_anything_is_kept_leaves_nothing(
 def test_a_video_that_cannot_be_written_loses_nothing(
     cli: Cli, cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def append(*args: Any, **options: Any) -> None:
+    def write(*args: Any, **options: Any) -> None:
         raise WriteError("v.mp4: cannot be written: No space left on device")
 
-    monkeypatch.setattr("tpuport.core.files.outputs.VideoWriter.append", append)
+    monkeypatch.setattr("tpuport.core.files.outputs.VideoWriter.write", write)
     ran = cli("generate", "--weights", folder, *EVERY, "--out", "v.mp4")
     assert ran.code == 1
     assert "error: v.mp4: cannot be written: No space left" in ran.err

@@ -29,10 +29,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def frames(value: int, count: int = 2) -> np.ndarray:
-    """[N, T, Y, X, 3] of two greys; a gif makes one frame of two that are alike."""
-    made = np.full((count, 2, 32, 32, 3), value, np.uint8)
-    made[:, 1] += 40
+def frames(value: int) -> np.ndarray:
+    """[T, Y, X, 3] of two greys; a gif makes one frame of two that are alike."""
+    made = np.full((2, 32, 32, 3), value / 255, np.float32)
+    made[1] += 40 / 255
     return made
 
 
@@ -43,7 +43,8 @@ def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
 def make(out: str, value: int, count: int = 1, **how: Any) -> list[Video]:
     """Videos that ``value`` tells apart."""
     with VideoFiles(plan_outputs(out, count, **how), 8) as files:
-        files.take(0, frames(value, count))
+        for index in range(count):
+            files.write(index, frames(value), None, 0)
         return files.publish(describe)
 
 
@@ -86,7 +87,7 @@ def test_frames_of_an_earlier_run_are_replaced_and_those_of_others_kept() -> Non
 def test_a_name_taken_meanwhile_is_left_to_who_took_it() -> None:
     outputs = plan_outputs("fox.gif", 1)
     with VideoFiles(outputs, 8) as files:
-        files.take(0, frames(10))
+        files.write(0, frames(10), None, 0)
         Path("fox.gif").write_text("of another process")
         (video,) = files.publish(describe)
     assert video.path == Path("fox-2.gif")
@@ -204,7 +205,7 @@ def test_a_sidecar_that_cannot_be_written_leaves_no_video(
 @pytest.mark.parametrize("out", ["new/deep/v.gif", "new/deep/"])
 def test_a_run_that_fails_leaves_no_new_folders(out: str) -> None:
     with VideoFiles(plan_outputs(out, 2), 8) as files:
-        files.take(0, frames(0))
+        files.write(0, frames(0), None, 0)
         assert Path("new/deep").is_dir()
     assert os.listdir() == []
 

@@ -207,9 +207,7 @@ def step_cache(value: Any) -> StepCache | None:
     return StepCache.parse(value)
 
 
-def checkpoint_every(value: Any) -> CheckpointEvery:
-    """As :meth:`CheckpointEvery.parse`."""
-    return CheckpointEvery.parse(value)
+checkpoint_every = CheckpointEvery.parse
 
 
 def attention(value: Any) -> AttentionChoice:
