@@ -9,8 +9,9 @@ from typing import Any
 
 import typer
 
-from tpuport.cli.asked.yaml_file import load_mapping
+from tpuport.core.files.atomic import one_line
 from tpuport.core.files.run_record import RUN_FILE, CheckpointEvery
+from tpuport.core.files.typed import read_text
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
@@ -264,7 +265,7 @@ def _read_yaml(
     """
     values: dict[str, Any] = {}
     spelt: dict[str, Any] = {}
-    for key, value in load_mapping(file).items():
+    for key, value in _load_mapping(file).items():
         name = str(key).replace("-", "_")
         name = _SPELLINGS.get(name, name)
         if name not in _SPELLINGS and name not in own:
@@ -285,3 +286,50 @@ def _closest(key: Any, used: Sequence[str]) -> str:
     known = [*used, *(other for other, name in _SPELLINGS.items() if name in used)]
     name = str(key).replace("-", "_")
     return "; " + did_you_mean(name, known, "the keys are the flags in --help")
+
+
+def _load_mapping(file: str) -> dict[Any, Any]:
+    """The keys and values of a YAML file; empty for an empty file."""
+    import yaml
+
+    class Strict(yaml.SafeLoader):
+        """Plain YAML without aliases, and with each key once."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()  # type: ignore[no-untyped-call]
+                raise UsageError(
+                    f"config file {file}: line {event.start_mark.line + 1} has the "
+                    f"alias *{event.anchor}; write the value out"
+                )
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            first: dict[str, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if line != first.setdefault(str(key.value), line):
+                    raise UsageError(
+                        f"config file {file}: lines {first[str(key.value)]} and {line} "
+                        f"both have the key {key.value!r}; keep one of them"
+                    )
+            return super().construct_mapping(node, deep)
+
+    path = read_value(kinds.path, file, "--config")
+    text = read_text(path, "config file")
+    try:
+        data = yaml.load(text, Strict)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"config file {file} is not YAML: {one_line(error)}"
+        ) from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UsageError(
+            f"config file {file} holds {type(data).__name__}; write one `key: value` "
+            "on each line"
+        )
+    return data

@@ -89,11 +89,7 @@ class Entry:
 
 
 @command("patches")
-def patches(
-    settings: Settings,
-    name: OneName = None,
-    model: OnlyModel = None,
-) -> None:
+def patches(settings: Settings, name: OneName = None, model: OnlyModel = None) -> None:
     """List the changes to upstream code, or show one of them in full.
 
     A patch replaces a function; some patches belong to one kind of --blocks. An op

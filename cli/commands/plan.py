@@ -61,8 +61,7 @@ def plan(
         ),
     ] = 540.0,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Also each program and sharding rule."),
+        bool, typer.Option("--verbose", help="Also each program and sharding rule.")
     ] = False,
 ) -> None:
     """Tell whether a run fits a TPU slice, and how long it takes.

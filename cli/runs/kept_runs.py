@@ -19,12 +19,7 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.errors import may_pass
 from tpuport.core.files.folders import check_folder
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
-from tpuport.core.files.run_record import (
-    PIPELINE_SCHEMA,
-    RUN_FILE,
-    tapes_in,
-    told_of,
-)
+from tpuport.core.files.run_record import PIPELINE_SCHEMA, RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.typed import checked
 from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line

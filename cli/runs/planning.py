@@ -9,14 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.checks import (
-    PipelineCall,
-    check_on_host,
-    check_vae,
-    prompts_of,
-)
+from tpuport.cli.runs.checks import PipelineCall, check_on_host, check_vae, prompts_of
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.video_run import find
 from tpuport.core.enums import Dtype, StageName

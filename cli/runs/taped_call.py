@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,29 +62,24 @@ class TapedCall:
                 checkpoints = stack.enter_context(
                     Checkpoints(tape, folder, settings.checkpoint_every, self.reporter)
                 )
-            with self._noted(), upstreams_errors(name):
-                output, drive = called(
-                    self.pipeline,
-                    given,
-                    self.journal,
-                    settings.backend,
-                    tape,
-                    self.load,
-                    None if self.inspection is None else self.inspection.around,
-                    self.caches,
-                )
+            try:
+                with upstreams_errors(name):
+                    output, drive = called(
+                        self.pipeline,
+                        given,
+                        self.journal,
+                        settings.backend,
+                        tape,
+                        self.load,
+                        None if self.inspection is None else self.inspection.around,
+                        self.caches,
+                    )
+            except BaseException as error:
+                if self.inspection is not None and (text := self.inspection.text()):
+                    error.add_note(text)
+                raise
             if checkpoints is not None and self.until is not None:
                 checkpoints.finish()
         if self.inspection is None:
             return output, drive.reports
         return output, self.inspection.ended(drive.reports)
-
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """What was noted until a run fails goes with the error."""
-        try:
-            yield
-        except BaseException as error:
-            if self.inspection is not None and (text := self.inspection.text()):
-                error.add_note(text)
-            raise

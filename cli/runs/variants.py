@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.cache_folder import cache_folder
-from tpuport.cli.asked.environment import import_libraries
+from tpuport.cli.asked.environment import cache_folder, import_libraries
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.size_class import class_of_size
 from tpuport.cli.shown.output import say

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
-from tpuport.cli.asked.cache_folder import cache_folder
-from tpuport.cli.asked.environment import import_libraries
+from tpuport.cli.asked.environment import cache_folder, import_libraries
 from tpuport.cli.asked.noise import read_noise
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checks import (
@@ -268,7 +268,8 @@ class VideoRun(PipelineCall):
                     if made is not None:
                         self._write(numbers, made, files)
             report = self.report(stages, time.perf_counter() - started)
-            videos = [] if files is None else files.publish(self._describer(report))
+            describe = functools.partial(self._sidecar, report)
+            videos = [] if files is None else files.publish(describe)
         return videos, report
 
     @contextlib.contextmanager
@@ -372,9 +373,10 @@ class VideoRun(PipelineCall):
         }
         noise = read_noise(self.settings.latents)
         if noise is not None:
-            of_all = noise.for_videos(max(len(self.videos()), len(noise.tensor)))
             first = numbers[0] + (self.again.noise if self.again else 0)
-            given["latents"] = of_all[first : first + len(numbers)]
+            if len(noise) == 1:  # one serves all
+                noise, first = noise.repeat(len(numbers), 1, 1, 1, 1), 0
+            given["latents"] = noise[first : first + len(numbers)]
         return given
 
     def _write(
@@ -401,36 +403,34 @@ class VideoRun(PipelineCall):
             self.digests.append(frames_digest(frames))
             if files is not None:
                 place = number - wanted[0] * bool(self.again)
-                files.write(place, frames, sound, made.rate)
+                files.writers[place].write(frames, sound, made.rate)
 
-    def _describer(self, report: RunReport) -> Any:
+    def _sidecar(
+        self, report: RunReport, index: int, output: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the sidecar of a video says."""
         from tpuport.core.pipelines import sidecar
 
-        settings = self.settings
+        settings, digest = self.settings, self.digests[index]
+        how: Any = self.how
         flags = {n: getattr(settings, n) for n in _FLAGS}
         if settings.step_cache is not None:
             flags["step_cache"] = str(settings.step_cache)
-
-        def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
-            number = index + (self.again.video if self.again else 0)
-            call = next(c for c in self.together() if number in c)
-            videos = [self.videos()[n] for n in call]
-            request: sidecar.Request = {
-                "prompts": [prompt for prompt, _ in videos],
-                "negative_prompts": [settings.negative_prompt] * len(videos),
-                "seeds": [[seed for _, seed in videos]],
-                "flags": {n: v for n, v in flags.items() if v is not None},
-                "options": dict(settings.options),
-            }
-            how: Any = self.how
-            digest = self.digests[index]
-            return sidecar.describe(
-                *(self.folder, request, how, self.inputs, digest, report, output),
-                video=number - call[0],
-                noise=call[0] + (self.again.noise if self.again else 0),
-            )
-
-        return describe
+        number = index + (self.again.video if self.again else 0)
+        call = next(c for c in self.together() if number in c)
+        videos = [self.videos()[n] for n in call]
+        request: sidecar.Request = {
+            "prompts": [prompt for prompt, _ in videos],
+            "negative_prompts": [settings.negative_prompt] * len(videos),
+            "seeds": [[seed for _, seed in videos]],
+            "flags": {n: v for n, v in flags.items() if v is not None},
+            "options": dict(settings.options),
+        }
+        return sidecar.describe(
+            *(self.folder, request, how, self.inputs, digest, report, output),
+            video=number - call[0],
+            noise=call[0] + (self.again.noise if self.again else 0),
+        )
 
     def report(self, stages: list[Any], seconds: float) -> RunReport:
         from tpuport.core.drive.driving import merged
@@ -485,8 +485,11 @@ def _check_files(
     if noise is not None:
         if "latents" not in folder.all_parameters:
             raise UsageError(f"--latents: {folder.class_name} takes none")
-        if again is None:
-            noise.for_videos(count)
+        if again is None and len(noise) not in (1, count):
+            raise UsageError(
+                f"{settings.latents} holds the noise of {len(noise)} videos, and "
+                f"{count} are asked for; give one, or {count}"
+            )
     files = again.files if again is not None else ()
     if settings.out is not None:
         _outputs(settings, "", 1 if again is not None else count, files)

@@ -86,8 +86,7 @@ def test_size_is_width_by_height() -> None:
 
 
 @pytest.mark.parametrize(
-    "flag",
-    ["--image", "--video", "--latents", "--weights", "--config", "--run-dir"],
+    "flag", ["--image", "--video", "--latents", "--weights", "--config", "--run-dir"]
 )
 def test_an_address_is_refused_by_every_flag(flag: str) -> None:
     for address in ("HTTP://a.b/c", "s3://b/c", "data:image/png;base64,A"):

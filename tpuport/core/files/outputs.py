@@ -21,7 +21,7 @@ from tpuport.core.files.video_file import (
 from tpuport.errors import OutputError
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +147,7 @@ class VideoFiles:
 
     def __init__(self, outputs: Outputs, fps: float) -> None:
         self.outputs = outputs
-        self._writers = [
-            VideoWriter(path, outputs.kind, fps) for path in outputs.wanted
-        ]
+        self.writers = [VideoWriter(path, outputs.kind, fps) for path in outputs.wanted]
 
     def __enter__(self) -> VideoFiles:
         return self
@@ -157,14 +155,8 @@ class VideoFiles:
     def __exit__(self, *error: object) -> None:
         # Without effect on those that were published. Last the first one, which made
         # the folders that they share.
-        for writer in reversed(self._writers):
+        for writer in reversed(self.writers):
             writer.discard()
-
-    def write(
-        self, index: int, frames: np.ndarray, sound: np.ndarray | None, rate: int
-    ) -> None:
-        """Write a video; see :meth:`VideoWriter.write`."""
-        self._writers[index].write(frames, sound, rate)
 
     def publish(
         self, describe: Callable[[int, dict[str, Any]], Mapping[str, Any]]
@@ -181,18 +173,16 @@ class VideoFiles:
             OutputError: a file cannot be written.
         """
         made: list[Video] = []
-        while len(made) < len(self._writers):
+        while len(made) < len(self.writers):
             # Another process may take a name between the look and the rename.
             with contextlib.suppress(FileExistsError):
                 made.append(self._publish(len(made), describe))
         return made
 
     def _publish(
-        self,
-        index: int,
-        describe: Callable[[int, dict[str, Any]], Mapping[str, Any]],
+        self, index: int, describe: Callable[[int, dict[str, Any]], Mapping[str, Any]]
     ) -> Video:
-        writer, kind = self._writers[index], self.outputs.kind
+        writer, kind = self.writers[index], self.outputs.kind
         replace = self.outputs.overwrite or kind == "png"
         path = free_output(writer.path, kind, overwrite=self.outputs.overwrite)
         sha256, size = writer.digest

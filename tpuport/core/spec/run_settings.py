@@ -365,9 +365,7 @@ class RunSettings:
         default=False,
     )
     profile: Path | None = inside(
-        kinds.path,
-        "--profile FOLDER",
-        "Record steady calls, for XProf or Perfetto.",
+        kinds.path, "--profile FOLDER", "Record steady calls, for XProf or Perfetto."
     )
     profile_calls: int | None = inside(
         kinds.positive,

@@ -23,10 +23,7 @@ from tpuport.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     import numpy as np
 
-METHODS: Mapping[str, Where] = {
-    "deepcache": "before_last",
-    "taylorseer": "after_last",
-}
+METHODS: Mapping[str, Where] = {"deepcache": "before_last", "taylorseer": "after_last"}
 """Where each method takes the forward's state."""
 
 #: Highest order of an extrapolation; docs/step-caching.md says what it amplifies.
