@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.taped_call import TapedCall
 from tpuport.cli.runs.video_run import VideoRun, find
 from tpuport.cli.shown import signals
 from tpuport.core.enums import Backend, StageName
@@ -19,6 +18,9 @@ from tpuport.core.files.fingerprint import versions
 from tpuport.core.reports import StageReport
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.step_cache import StepCache
+
+if TYPE_CHECKING:
+    from tpuport.core.drive.step_caches import StepCaches
 
 #: Load average per CPU before the start from which the times are called in question.
 BUSY = 0.5
@@ -105,7 +107,7 @@ def measure(
         opened = time.perf_counter()
         folder = find(settings, display)
         prompt = (PROMPT,) if "prompt" in folder.parameters else ()
-        measured: dict[str, tuple[VideoRun, TapedCall]] = {}
+        measured: dict[str, tuple[VideoRun, StepCaches | None]] = {}
         for backend in backends:
             own = replace(settings, prompt=prompt, backend=backend)
             if backend == Backend.DIFFUSERS:  # neither is upstream's
@@ -113,19 +115,20 @@ def measure(
             else:
                 own = replace(own, step_cache=caches[0] if caches else None)
             run = VideoRun.prepared(own, folder, display)
-            one = stack.enter_context(run.opened())
-            measured[str(backend)] = run, replace(one, caches=None)
-            if one.caches is not None:
+            stack.enter_context(run.opened())
+            measured[str(backend)] = run, None
+            if run.caches is not None:
                 for name, cache in cached.items():
-                    measured[name] = run, replace(one, caches=one.caches.other(cache))
+                    measured[name] = run, run.caches.other(cache)
         opened = time.perf_counter() - opened
         # Turn by turn, so that a machine that slows down slows all.
         for turn in range(1 + repeat):
             what = "first run" if turn == 0 else f"run {turn} of {repeat}"
-            for name, (run, one) in measured.items():
+            for name, (run, in_place) in measured.items():
+                run.caches = in_place
                 with display.timed(f"{name}: {what}"):
                     began = time.perf_counter()
-                    made, reports = run.made(one)
+                    made, reports = run.made(0)
                 assert made is not None
                 runs[name].seconds.append(time.perf_counter() - began)
                 runs[name].stages.append({str(r.stage): r for r in reports})

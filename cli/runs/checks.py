@@ -144,6 +144,17 @@ class PipelineCall:
             given.setdefault("output_type", "latent")
         return given
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Size, frames and steps; what was not given is upstream's default."""
+        from tpuport.core.pipelines.call_arguments import default_of
+
+        names = ("width", "height", "num_frames", "num_inference_steps")
+        return {
+            name: getattr(self.settings, name) or default_of(self.folder, name)
+            for name in names
+        }
+
     def settle(self, **values: Any) -> None:
         """Put values in the place of settings."""
         self.settings = replace(self.settings, **values)
@@ -253,16 +264,11 @@ class PipelineCall:
         Upstream gives frames back as float32, those of a call at a time.
         """
         from tpuport.core.mesh.device_memory import host_memory
-        from tpuport.core.pipelines.call_arguments import default_of
 
-        sides = [
-            getattr(self.settings, name) or default_of(self.folder, name)
-            for name in ("height", "width", "num_frames")
-        ]
+        width, height, frames, _ = self.asked.values()
         room = host_memory()
-        if not all(sides) or room is None:
+        if not (height and width and frames and room):
             return
-        height, width, frames = sides
         frame = 4 * 3 * height * width * (self.settings.batch or 1)
         if frame * frames > room:
             raise UsageError(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ from tpuport.cli.runs.checks import (
     check_inspection,
     check_on_host,
     check_vae,
+    upstreams_errors,
 )
 from tpuport.cli.runs.size_class import sized
-from tpuport.cli.runs.taped_call import TapedCall
 from tpuport.cli.shown.output import check_report, say
 from tpuport.core.enums import Blocks, StageName, denoises
 from tpuport.core.files.folders import check_folder
@@ -43,6 +43,7 @@ from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
+    from tpuport.core.drive.step_caches import StepCaches
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.call_arguments import Made
     from tpuport.core.pipelines.folder import PipelineFolder
@@ -107,6 +108,11 @@ class VideoRun(PipelineCall):
         calls: of modules, by name: of how many programs.
         blocks: those in place, which a plugin may have.
         again: what a replay makes again; ``None`` for what the settings ask for.
+        pipeline, journal, load, caches, inspection: while the pipeline is open: the
+            pipeline, what is noted of its calls, what gives a component its weights
+            before it is called, the step cache, and what looks at the calls.
+        kept: the run's folder; ``None`` to keep nothing.
+        until: the stage to end with.
     """
 
     placed: PlacedMesh
@@ -116,6 +122,13 @@ class VideoRun(PipelineCall):
     calls: dict[str, int] = field(default_factory=dict)
     blocks: Blocks = Blocks.UPSTREAM
     again: Again | None = None
+    pipeline: Any = field(init=False)
+    journal: Journal = field(init=False)
+    load: Callable[[str], None] = field(init=False)
+    caches: StepCaches | None = None
+    inspection: Inspection | None = None
+    kept: PipelineRun | None = None
+    until: StageName | None = None
 
     @classmethod
     def prepared(
@@ -235,6 +248,7 @@ class VideoRun(PipelineCall):
             kept: the run's folder: what is in it is not done again.
             until: the stage to end with.
         """
+        self.kept, self.until = kept, until
         self.reporter.say(self._in_words())
         if until is not None and kept is not None and kept.finished(until):
             self.reporter.say(f"{until}: finished in {kept.path}, reused")
@@ -246,7 +260,7 @@ class VideoRun(PipelineCall):
             )
         late = until is not None or bool(kept and kept.begun)
         with contextlib.ExitStack() as stack:
-            opened = stack.enter_context(self.opened(late=late))
+            stack.enter_context(self.opened(late=late))
             files = None
             if outputs is not None:
                 files = stack.enter_context(VideoFiles(outputs, self.fps))
@@ -258,12 +272,11 @@ class VideoRun(PipelineCall):
                         which = " and ".join(str(n + 1) for n in numbers)
                         what = f"video {which} of {count}"
                         told.enter_context(self.reporter.timed(what))
-                        opened.journal.reporter = Reporter()
-                    one = replace(opened, kept=kept, index=call, until=until)
-                    made, reports = self.made(one)
+                        self.journal.reporter = Reporter()
+                    made, reports = self.made(call)
                     stages += reports
-                    if one.inspection is not None:
-                        for line in one.inspection.lines(reports):
+                    if self.inspection is not None:
+                        for line in self.inspection.lines(reports):
                             self.reporter.say(line)
                     if made is not None:
                         self._write(numbers, made, files)
@@ -273,8 +286,8 @@ class VideoRun(PipelineCall):
         return videos, report
 
     @contextlib.contextmanager
-    def opened(self, *, late: bool = False) -> Iterator[TapedCall]:
-        """The pipeline with its weights, ported while the block lasts.
+    def opened(self, *, late: bool = False) -> Iterator[None]:
+        """Load the pipeline with its weights; it is ported while the block lasts.
 
         Args:
             late: read the weights of a component when it is called.
@@ -287,26 +300,26 @@ class VideoRun(PipelineCall):
 
         settings, reporter = self.settings, self.reporter
         dtype = torch_dtype(str(settings.dtype))
-        weights = LateWeights(self.folder, dtype, reporter) if late else None
-        pipeline = weights.pipeline if weights else self.folder.load(dtype, reporter)
-        pipeline.set_progress_bar_config(disable=True)
+        if late:
+            weights = LateWeights(self.folder, dtype, reporter)
+            self.pipeline, self.load = weights.pipeline, weights.load
+        else:
+            self.pipeline = self.folder.load(dtype, reporter)
+            self.load = lambda name: None
+        self.pipeline.set_progress_bar_config(disable=True)
         target = None if self.by_upstream else self._target()
-        journal, seam, caches = Journal(reporter), None, None
+        self.journal, seam = Journal(reporter), None
         with contextlib.ExitStack() as stack:
             if settings.step_cache is not None:
-                caches = step_caches(pipeline, settings.step_cache, target)
-                stack.enter_context(standing(caches.modules.values()))
+                self.caches = step_caches(self.pipeline, settings.step_cache, target)
+                stack.enter_context(standing(self.caches.modules.values()))
             if target is not None:
-                port_pipeline(pipeline, target, settings.on_host, reporter)
-                stack.callback(unport, pipeline)
-                seam = seam_of(pipeline)
-                journal = seam.journal
-            call = TapedCall(
-                *(settings, self.how, reporter, pipeline, journal),
-                caches=caches,
-                inspection=self._inspection(journal),
-            )
-            yield replace(call, load=weights.load) if weights else call
+                port_pipeline(self.pipeline, target, settings.on_host, reporter)
+                stack.callback(unport, self.pipeline)
+                seam = seam_of(self.pipeline)
+                self.journal = seam.journal
+            self.inspection = self._inspection()
+            yield
             if seam is not None:
                 self.patches = seam.patches()
                 self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
@@ -317,7 +330,7 @@ class VideoRun(PipelineCall):
         self.blocks = target.blocks
         return replace(target, built=targets.executables_for(*given))
 
-    def _inspection(self, journal: Journal) -> Inspection | None:
+    def _inspection(self) -> Inspection | None:
         """What looks at the calls of modules, if something was asked for."""
         from tpuport.core.run.inspection import Inspection
 
@@ -328,7 +341,7 @@ class VideoRun(PipelineCall):
             say("--memory-report, --profile and --no-jit: not for upstream's code")
             return None
         return Inspection(
-            journal,
+            self.journal,
             self.placed.mesh.devices.flat,
             memory=asked.memory_report,
             profile=asked.profile,
@@ -336,23 +349,66 @@ class VideoRun(PipelineCall):
             op_by_op=asked.no_jit,
         )
 
-    def made(self, one: TapedCall) -> tuple[Made | None, list[StageReport]]:
-        """One video, and the reports of its stages; ``None`` for a stage before it."""
+    def made(self, index: int) -> tuple[Made | None, list[StageReport]]:
+        """What a call makes, and the reports of its stages; ``None`` before decode."""
         import torch
 
         from tpuport.core.files.frames import check_frames
         from tpuport.core.pipelines.call_arguments import as_arrays, made_of
 
-        numbers = self.together()[one.index]
+        numbers = self.together()[index]
         given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
         torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
-        output, reports = one.called(given)
-        if one.until is not None:
+        output, reports = self.called(given, index)
+        if self.until is not None:
             return None, reports
-        made = made_of(output, one.pipeline)
+        made = made_of(output, self.pipeline)
         for number, frames in zip(numbers, made.frames, strict=False):
             check_frames(number, frames)
         return made, reports
+
+    def called(
+        self, given: dict[str, Any], index: int
+    ) -> tuple[Any, list[StageReport]]:
+        """What upstream returns, and the reports of the stages that were run.
+
+        The tape of the call is in the run's folder, if there is one.
+        """
+        from tpuport.core.drive.checkpoints import Checkpoints
+        from tpuport.core.drive.taped import called, tape_of
+
+        inspection, every = self.inspection, self.settings.checkpoint_every
+        with contextlib.ExitStack() as stack:
+            tape = checkpoints = None
+            if self.kept is not None:
+                folder = self.kept.tapes[index]
+                before = folder.read()
+                folder.begin(self.how, before)
+                tape = tape_of(self.pipeline, given, before, self.until)
+                checkpoints = stack.enter_context(
+                    Checkpoints(tape, folder, every, self.reporter)
+                )
+            try:
+                with upstreams_errors(type(self.pipeline).__name__):
+                    output, drive = called(
+                        self.pipeline,
+                        given,
+                        self.journal,
+                        self.settings.backend,
+                        tape,
+                        self.load,
+                        None if inspection is None else inspection.around,
+                        self.caches,
+                    )
+            except BaseException as error:
+                if inspection is not None and (text := inspection.text()):
+                    error.add_note(text)
+                raise
+            if checkpoints is not None and self.until is not None:
+                checkpoints.finish()
+        if inspection is None:
+            return output, drive.reports
+        return output, inspection.ended(drive.reports)
 
     def _own(self, numbers: Sequence[int]) -> dict[str, Any]:
         """The keywords of a call that are its videos' own; several are in lists."""
@@ -449,17 +505,6 @@ class VideoRun(PipelineCall):
             peak_host_bytes=peak_host_bytes(),
             peak_device_bytes=peak_device_bytes(devices),
         )
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """Size, frames and steps; what was not given is upstream's default."""
-        from tpuport.core.pipelines.call_arguments import default_of
-
-        names = ("width", "height", "num_frames", "num_inference_steps")
-        return {
-            name: getattr(self.settings, name) or default_of(self.folder, name)
-            for name in names
-        }
 
     def _in_words(self) -> str:
         """What will be made."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import ASKED, UPSTREAM, Cli, Made
 from tests.core.files.videos import read_back
-from tpuport.cli.runs.taped_call import TapedCall
+from tpuport.cli.runs.video_run import VideoRun
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.errors import WriteError
@@ -222,13 +222,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let every run end in an error after its last step."""
-    whole = TapedCall.called
+    whole = VideoRun.called
 
-    def called(self: TapedCall, *args: Any) -> Any:
+    def called(self: VideoRun, *args: Any) -> Any:
         whole(self, *args)
         raise error
 
-    monkeypatch.setattr(TapedCall, "called", called)
+    monkeypatch.setattr(VideoRun, "called", called)
 
 
 EVERY = (*UPSTREAM, "--checkpoint-every", "1")
@@ -262,7 +262,7 @@ def test_ctrl_c_before_anything_is_kept_leaves_nothing(
     def called(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TapedCall, "called", called)
+    monkeypatch.setattr(VideoRun, "called", called)
     ran = cli("generate", "--weights", folder, *EVERY)
     assert ran.code == 130
     assert "run the same command again" in ran.last

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli, Ran, call
+from tests.processes import needs_libtpu
 from tpuport.cli.commands.tune import _teller
 from tpuport.core.cost import attention_cycles
 from tpuport.core.cost.attention_case import AttentionCase, Blocks
@@ -18,9 +19,6 @@ from tpuport.core.cost.attention_cycles import AttentionCost, attention_cost
 from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.cost.tile_search import Tried
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 TINY = ("--q-len", "300", "--kv-len", "500", "--heads", "2")
 SMALL = ("--q-len", "1000", "--kv-len", "2000", "--heads", "2")
 

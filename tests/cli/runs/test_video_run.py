@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import tpuport
 from tests.cli.tools import ASKED, UPSTREAM, Cli
 from tests.core.files.videos import read_back, sound_of
+from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.asked.settings import Settings
@@ -252,7 +253,7 @@ def test_programs_that_were_compiled_ahead_run(
 def loaded_from_python(folder: Path, built: str) -> int:
     """How many programs ``port(executables=...)`` loads; none is compiled."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
-    told = Told()
+    told = Heard()
 
     def video() -> Any:
         return pipe(**CALL, generator=drawn(3)).frames[0]
@@ -263,16 +264,6 @@ def loaded_from_python(folder: Path, built: str) -> int:
     assert np.abs(found - expected).max() < 1e-4
     assert all(report.loaded for report in told.reports)
     return len(told.reports)
-
-
-class Told(Reporter):
-    """Keeps what is reported of programs."""
-
-    def __init__(self) -> None:
-        self.reports: list[Any] = []
-
-    def compiled(self, report: Any) -> None:
-        self.reports.append(report)
 
 
 def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:

@@ -86,7 +86,7 @@ def _write_film(
     codec, options = _ENCODERS[kind]
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}")
     coded = ("-an", "-c:v", codec, "-pix_fmt", "yuv420p", *options)
-    _ffmpeg([*raw, "-r", str(fps), "-i", "-", *coded, str(path)], film.tobytes())
+    _ffmpeg([*raw, "-r", str(fps), "-i", "-", *coded, str(path)], film.data.cast("B"))
     try:
         found, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
     except RuntimeError as error:
@@ -95,7 +95,7 @@ def _write_film(
         raise OSError(f"ffmpeg wrote {found} of {count} frames")
 
 
-def _ffmpeg(words: Sequence[str], data: bytes) -> None:
+def _ffmpeg(words: Sequence[str], data: bytes | memoryview) -> None:
     """Run ffmpeg on ``data``; an error has the last reason that ffmpeg gives."""
     done = subprocess.run(
         [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *words],
