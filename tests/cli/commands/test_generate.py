@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -129,18 +128,6 @@ def test_without_a_model_the_demo_is_made(cli: Cli) -> None:
 
 
 # --- files
-
-
-def test_initial_latents_are_part_of_the_run(cli: Cli, folder: Path) -> None:
-    noise = torch.randn(1, 16, 2, 2, 4, generator=torch.Generator().manual_seed(1))
-    save_file({"noise": noise}, "noise.safetensors")
-    asked = ("generate", "--weights", folder, *UPSTREAM, "--run-dir", "r")
-    cli.good(*asked, "--latents", "noise.safetensors", "--out", "v.gif")
-    cli.refused("latents", *asked, "--out", "v.gif", code=1)
-    # A replay reads the same file, and no other.
-    cli.good("replay", "v.gif.json")
-    save_file({"noise": noise + 1}, "noise.safetensors")
-    cli.refused("noise.safetensors", "replay", "v.gif.json", code=1)
 
 
 def test_a_run_of_a_clip(cli: Cli) -> None:
