@@ -40,11 +40,22 @@ _OF_RUN = (
 
 @dataclass
 class Runs:
-    """What one backend did: its first run, then the steady ones."""
+    """What one backend or step cache did: its first run, then the steady ones."""
 
+    run: VideoRun
+    caches: StepCaches | None = None
     seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, StageReport]] = field(default_factory=list)
     frames: Any = None
+
+    def take(self) -> None:
+        """Run once more."""
+        self.run.caches, began = self.caches, time.perf_counter()
+        made, reports = self.run.made(0)
+        assert made is not None
+        self.seconds.append(time.perf_counter() - began)
+        self.stages.append({str(report.stage): report for report in reports})
+        self.frames = made.frames
 
     def as_dict(self, steps: int) -> dict[str, Any]:
         """JSON-ready."""
@@ -102,12 +113,11 @@ def measure(
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     backends = [Backend.TPUPORT, *([Backend.DIFFUSERS] if against else [])]
     cached = {str(cache): cache for cache in caches}
-    runs = {str(name): Runs() for name in (*backends, *cached)}
+    runs: dict[str, Runs] = {}
     with Once() as display, contextlib.ExitStack() as stack:
         opened = time.perf_counter()
         folder = find(settings, display)
         prompt = (PROMPT,) if "prompt" in folder.parameters else ()
-        measured: dict[str, tuple[VideoRun, StepCaches | None]] = {}
         for backend in backends:
             own = replace(settings, prompt=prompt, backend=backend)
             if backend == Backend.DIFFUSERS:  # neither is upstream's
@@ -116,33 +126,27 @@ def measure(
                 own = replace(own, step_cache=caches[0] if caches else None)
             run = VideoRun.prepared(own, folder, display)
             stack.enter_context(run.opened())
-            measured[str(backend)] = run, None
+            runs[str(backend)] = Runs(run)
             if run.caches is not None:
                 for name, cache in cached.items():
-                    measured[name] = run, run.caches.other(cache)
+                    runs[name] = Runs(run, run.caches.other(cache))
         opened = time.perf_counter() - opened
         # Turn by turn, so that a machine that slows down slows all.
         for turn in range(1 + repeat):
             what = "first run" if turn == 0 else f"run {turn} of {repeat}"
-            for name, (run, in_place) in measured.items():
-                run.caches = in_place
+            for name, one in runs.items():
                 with display.timed(f"{name}: {what}"):
-                    began = time.perf_counter()
-                    made, reports = run.made(0)
-                assert made is not None
-                runs[name].seconds.append(time.perf_counter() - began)
-                runs[name].stages.append({str(r.stage): r for r in reports})
-                runs[name].frames = made.frames
-        ours, _ = measured[str(Backend.TPUPORT)]
-        last = list(runs[str(Backend.TPUPORT)].stages[-1].values())
-        report = ours.report(last, sum(sum(r.seconds) for r in runs.values()))
-    exact = runs[str(Backend.TPUPORT)]
+                    one.take()
+        exact = runs[str(Backend.TPUPORT)]
+        last = [*exact.stages[-1].values()]
+        total = sum(sum(one.seconds) for one in runs.values())
+        report = exact.run.report(last, total)
     denoised = exact.stages[-1].get(StageName.DENOISE)
     steps = denoised.steady_calls + 1 if denoised else 1
     result: dict[str, Any] = {
         "command": "bench",
         **{name: getattr(report, name) for name in _OF_RUN},
-        "settings": ours.asked,
+        "settings": exact.run.asked,
         "versions": versions(),
         "repeat": repeat,
         "load_average": load,
