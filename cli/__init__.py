@@ -2,6 +2,8 @@
 
 Here itself only the app that lists the commands.
 Order of the rooms, lowest first: shown, asked, runs, commands.
+To refuse is to raise a TpuportError, which `shown.errors` tells in one line. "Raises"
+says which one only where a caller acts on it.
 """
 
 from __future__ import annotations

@@ -11,20 +11,16 @@ import typer
 import tpuport
 from tpuport.cli.asked.parsing import Command, Group
 from tpuport.cli.commands.bench import bench
-from tpuport.cli.commands.bench_attention import bench_attention
-from tpuport.cli.commands.check import check_, scan_
+from tpuport.cli.commands.check import check_, new_model, scan_
 from tpuport.cli.commands.compile import compile_
 from tpuport.cli.commands.doctor import doctor
-from tpuport.cli.commands.generate import generate
+from tpuport.cli.commands.generate import decode, denoise, encode, generate, resume
 from tpuport.cli.commands.models import models, plugins
-from tpuport.cli.commands.new_model import new_model
 from tpuport.cli.commands.patches import patches
 from tpuport.cli.commands.plan import plan
 from tpuport.cli.commands.replay import replay
-from tpuport.cli.commands.resume import resume
 from tpuport.cli.commands.runs import clean, runs
-from tpuport.cli.commands.stages import decode, denoise, encode
-from tpuport.cli.commands.tune import tune
+from tpuport.cli.commands.tune import bench_attention, tune
 from tpuport.cli.shown.errors import as_usage_error, explain
 
 app = typer.Typer(

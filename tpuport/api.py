@@ -123,7 +123,7 @@ def port(
     on_host = (on_host,) if isinstance(on_host, str) else on_host
     is_module = isinstance(target, torch.nn.Module)
     _check_kind(target, is_module, model, on_host)
-    settings = RunSettings.read({"mesh": mesh, **how}, named=str)
+    settings = RunSettings.read({"mesh": mesh, **how})
     if is_module and settings.executables is not None:
         raise UsageError("executables: is for a pipeline; compile writes no module's")
     if reporter is None:

@@ -135,4 +135,4 @@ class VideoError(TpuportError):
 
 
 class ReplayError(TpuportError):
-    """A replayed run did not give the recorded latents."""
+    """A replayed video has other frames than the recorded ones."""

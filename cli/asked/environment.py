@@ -1,4 +1,4 @@
-"""What is set before jax and torch are imported: a quiet, accelerator-less default."""
+"""What is set before jax and torch are imported, and the cache folder."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import contextlib
 import logging
 import os
 import sys
+import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tpuport import api
 from tpuport.cli.shown import signals
+from tpuport.core.files.atomic import cannot_write, no_room
+from tpuport.core.files.folders import check_folder
+from tpuport.core.mesh.slices import Topology, check_libtpu, compile_environment
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
+from tpuport.core.spec.run_settings import COMPILED, DEMO
+from tpuport.errors import OutputError
 
 #: Device files of TPUs (two driver generations) and of NVIDIA GPUs.
 _ACCELERATORS = ("accel*", "vfio/[0-9]*", "nvidia0")
@@ -30,6 +36,9 @@ _QUIET = {
     "HF_HUB_VERBOSITY": "error",
 }
 _LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg")
+
+#: The folders in the cache folder that commands write to.
+_FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules")
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
@@ -51,16 +60,23 @@ def prepare(*, debug: bool = False) -> None:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    _quiet_loggers(_LOGGERS)
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
 
-def _quiet_loggers(names: Iterable[str]) -> None:
-    for name in names:
-        logger = logging.getLogger(name)
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.ERROR)
+def prepare_topology(topology: Topology) -> None:
+    """Set this process up to compile for a slice that is not there.
+
+    Called before jax is imported. What the user set stays. libtpu reads the variables
+    when it is loaded, once in a process.
+    """
+    check_libtpu(topology)
+    for name, value in compile_environment(topology).items():
+        os.environ.setdefault(name, value)
 
 
 def import_libraries(reporter: Reporter) -> None:
@@ -74,3 +90,22 @@ def looking(what: str) -> Iterator[None]:
     """Say what takes seconds: mostly imports, after which nothing is written."""
     with Display() as display, display.timed(what), signals.starting(before="\n"):
         yield
+
+
+def cache_folder(asked: Path | None) -> Path:
+    """The cache folder asked for or the user's own, made and known to be writable."""
+    folder = asked or api.default_cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if no_room(error):
+            raise cannot_write(folder, error) from error
+        raise OutputError(
+            f"the cache folder {folder} cannot be written: {error.strerror}; choose "
+            "another with --cache-dir or TPUPORT_CACHE_DIR"
+        ) from error
+    for name in _FOLDERS:
+        check_folder("--cache-dir", folder / name)
+    return folder

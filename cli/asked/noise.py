@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,39 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Noise:
-    """The one tensor of a file.
-
-    Attributes:
-        file: as the user named it.
-        tensor: of shape [N, T, C, Y, X].
-    """
-
-    file: str
-    tensor: torch.Tensor
-
-    def for_videos(self, count: int) -> torch.Tensor:
-        """One noise per video; a single one serves all.
-
-        Raises:
-            UsageError: the file holds neither one nor ``count``.
-        """
-        found = len(self.tensor)
-        if found not in (1, count):
-            raise UsageError(
-                f"{self.file} holds the noise of {found} videos, and {count} are asked "
-                f"for; give one, or {count}"
-            )
-        return self.tensor.expand(count, *self.tensor.shape[1:]).contiguous()
-
-
-def read_noise(file: str | None) -> Noise | None:
-    """The noise in ``file``, or ``None`` for none.
-
-    Raises:
-        UsageError: no such file, no safetensors file, not one tensor, no noise.
-    """
+def read_noise(file: str | None) -> torch.Tensor | None:
+    """The noise in ``file``, [N, T, C, Y, X]; ``None`` for none."""
     if file is None:
         return None
     import torch
@@ -78,4 +46,4 @@ def read_noise(file: str | None) -> Noise | None:
         )
     if not bool(torch.isfinite(tensor).all()):
         raise UsageError(f"latents file {file} holds NaN or infinite values")
-    return Noise(file=file, tensor=tensor)
+    return tensor

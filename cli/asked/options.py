@@ -83,11 +83,7 @@ def _naming(config: tuple[str, ...]) -> Iterator[None]:
 
 
 def refuse_options(context: typer.Context) -> None:
-    """Refuse options before the name of a subcommand, which would drop them.
-
-    Raises:
-        UsageError: which one.
-    """
+    """Refuse options before the name of a subcommand, which would drop them."""
     for name in context.params:
         source = getattr(context.get_parameter_source(name), "name", "")
         if source == "COMMANDLINE":

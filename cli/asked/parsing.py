@@ -53,28 +53,25 @@ def _write_options(command: Any, context: Any, formatter: Any) -> None:
                 formatter.write_dl(rows, col_max=_FLAGS)
 
 
-class Command(TyperCommand):
+class _Told:
+    """Errors that name the command, and options panel by panel."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer's own."""
+        with _name_command(ctx):
+            found: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+            return found
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Panel by panel; of a group the commands too."""
+        _write_options(self, ctx, formatter)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+
+
+class Command(_Told, TyperCommand):
     """A command."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer's own."""
-        with _name_command(ctx):
-            return super().parse_args(ctx, args)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Panel by panel."""
-        _write_options(self, ctx, formatter)
-
-
-class Group(TyperGroup):
+class Group(_Told, TyperGroup):
     """A command with others in it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer's own."""
-        with _name_command(ctx):
-            return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Panel by panel, and the commands."""
-        _write_options(self, ctx, formatter)
-        self.format_commands(ctx, formatter)

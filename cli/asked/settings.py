@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tpuport.cli.asked.yaml_file import load_mapping
+from tpuport.core.files.atomic import one_line
 from tpuport.core.files.run_record import RUN_FILE, CheckpointEvery
+from tpuport.core.files.typed import read_text
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
@@ -35,9 +36,19 @@ AUTO = "auto"
 """The mesh that ``plan`` looks for."""
 
 
+def _mesh_or_auto(value: Any) -> Any:
+    return value if value == AUTO else kinds.mesh(value)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Files:
-    """The files of a command beside those of :class:`RunSettings`."""
+class Settings(RunSettings, Asked):
+    """All settings of a command.
+
+    Attributes:
+        search: ``plan`` compares the legal meshes; ``mesh`` is ``None`` then.
+        read_from: the files that other settings were read from.
+        config: the YAML file and the keys that it gave; empty without one.
+    """
 
     latents: str | None = setting(
         kinds.media,
@@ -67,22 +78,6 @@ class Files:
         commands="GEND",
         panel=FILES,
     )
-
-
-def _mesh_or_auto(value: Any) -> Any:
-    return value if value == AUTO else kinds.mesh(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(RunSettings, Files, Asked):
-    """All settings of a command.
-
-    Attributes:
-        search: ``plan`` compares the legal meshes; ``mesh`` is ``None`` then.
-        read_from: the files that other settings were read from.
-        config: the YAML file and the keys that it gave; empty without one.
-    """
-
     plan_mesh: None = setting(
         _mesh_or_auto,
         "--mesh MESH|auto",
@@ -153,11 +148,6 @@ class Settings(RunSettings, Files, Asked):
         found = [weights] if str(weights) != DEMO and weights.is_dir() else []
         return [*files, *found, *self.read_from]
 
-    def videos(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Prompt and seed of every video: each prompt with each seed."""
-        pairs = [(prompt, seed) for prompt in self.prompt for seed in self.seed]
-        return tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
-
 
 #: Every setting with a flag, by the name of its field.
 TABLE = settings_of(Settings)
@@ -175,9 +165,6 @@ def take_own_options(context: typer.Context, file: str | None) -> str | None:
 
     Called for ``--config`` before the command's other options are looked at: what it
     finds becomes their default, as if it were the flag's text.
-
-    Raises:
-        UsageError: the file cannot be read, or a key is none that the command knows.
     """
     if file:
         own_names = _own_options(context)
@@ -199,10 +186,6 @@ def gather(context: typer.Context, command: str) -> Settings:
 
     Args:
         command: its letter in the table.
-
-    Raises:
-        UsageError: an unknown or doubled key in the YAML file, a value of a wrong kind,
-            or two settings that exclude each other.
     """
     flags: dict[str, Any] = {}
     environment: dict[str, Any] = {}
@@ -251,7 +234,7 @@ def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, A
     others: dict[str, Any] = {}
     for key, value in values.items():
         name = _field(key, command)
-        typed = read_value({"setting": TABLE[name]}, value, label(key))
+        typed = read_value(TABLE[name].kind, value, label(key))
         (known if TABLE[name].becomes is None else others)[name] = typed
     for one, other in _EITHER:
         if one in values and other in values:
@@ -264,25 +247,6 @@ def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, A
             before = known.get(target, ()) if isinstance(said, tuple) else ()
             known[target] = (*before, *said) if isinstance(said, tuple) else said
     return known
-
-
-def read_again(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a record keeps by the names of fields, typed.
-
-    Args:
-        recorded: JSON; null is "not given".
-
-    Raises:
-        UsageError, AttentionError: a value is of another kind, or of no setting.
-    """
-    about = {f.name: f.metadata for f in fields(Settings) if f.init and f.metadata}
-    if unknown := recorded.keys() - about.keys():
-        raise UsageError(f"there is no setting {quoted(min(unknown))}")
-    return {
-        name: read_value(about[name], value, name)
-        for name, value in recorded.items()
-        if value is not None
-    }
 
 
 def _field(key: str, command: str) -> str:
@@ -301,7 +265,7 @@ def _read_yaml(
     """
     values: dict[str, Any] = {}
     spelt: dict[str, Any] = {}
-    for key, value in load_mapping(file).items():
+    for key, value in _load_mapping(file).items():
         name = str(key).replace("-", "_")
         name = _SPELLINGS.get(name, name)
         if name not in _SPELLINGS and name not in own:
@@ -322,3 +286,50 @@ def _closest(key: Any, used: Sequence[str]) -> str:
     known = [*used, *(other for other, name in _SPELLINGS.items() if name in used)]
     name = str(key).replace("-", "_")
     return "; " + did_you_mean(name, known, "the keys are the flags in --help")
+
+
+def _load_mapping(file: str) -> dict[Any, Any]:
+    """The keys and values of a YAML file; empty for an empty file."""
+    import yaml
+
+    class Strict(yaml.SafeLoader):
+        """Plain YAML without aliases, and with each key once."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()  # type: ignore[no-untyped-call]
+                raise UsageError(
+                    f"config file {file}: line {event.start_mark.line + 1} has the "
+                    f"alias *{event.anchor}; write the value out"
+                )
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            first: dict[str, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if line != first.setdefault(str(key.value), line):
+                    raise UsageError(
+                        f"config file {file}: lines {first[str(key.value)]} and {line} "
+                        f"both have the key {key.value!r}; keep one of them"
+                    )
+            return super().construct_mapping(node, deep)
+
+    path = read_value(kinds.path, file, "--config")
+    text = read_text(path, "config file")
+    try:
+        data = yaml.load(text, Strict)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"config file {file} is not YAML: {one_line(error)}"
+        ) from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UsageError(
+            f"config file {file} holds {type(data).__name__}; write one `key: value` "
+            "on each line"
+        )
+    return data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -73,32 +73,28 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
     """The result for people."""
     request, caches = result["settings"], result.get("step_caches", {})
     backends = {n: b for n, b in result["backends"].items() if n not in caches}
-    against = [name for name in backends if name != "tpuport"]
-    head = ["", *backends, *(["ratio"] if against else [])]
-    rows: list[list[str]] = [head]
-
-    def row(label: str, values: list[float], ratio: float | None = None) -> None:
-        cells = [label, *(f"{value:.3f} s" for value in values)]
-        if against:
-            cells.append("" if ratio is None else f"{ratio:.2f}x")
-        rows.append(cells)
-
+    ratios = result.get("ratio", {})
     firsts = [backend["first"] for backend in backends.values()]
     steadies = [backend["steady"] for backend in backends.values()]
-    ratios = result.get("ratio", {})
+    rows = [["", *backends, *(["ratio"] if ratios else [])]]
+
+    def row(label: str, values: Iterable[float], ratio: str = "") -> None:
+        cells = [label, *(f"{value:.3f} s" for value in values)]
+        if ratios:
+            cells.append(f"{ratios[ratio]:.2f}x" if ratio else "")
+        rows.append(cells)
+
     row("first run", [first["seconds"] for first in firsts])
     row("  compile", [first["compile_seconds"] for first in firsts])
-    row("steady run", [s["seconds"] for s in steadies], ratios.get("total"))
-    row("  fastest", [min(s["all_seconds"]) for s in steadies])
-    row("  slowest", [max(s["all_seconds"]) for s in steadies])
+    if ratios:
+        rows[-1][2] = "-"  # upstream compiles nothing
+    row("steady run", [one["seconds"] for one in steadies], "total")
+    row("  fastest", [min(one["all_seconds"]) for one in steadies])
+    row("  slowest", [max(one["all_seconds"]) for one in steadies])
     for name in steadies[0]["stages"]:
-        row(f"  {name}", [s["stages"][name] for s in steadies], ratios.get(name))
+        row(f"  {name}", [one["stages"][name] for one in steadies], name)
         if name == "denoise":
-            row("    per step", [s["seconds_per_step"] for s in steadies])
-    if against:  # upstream compiles nothing
-        for line in rows:
-            if line[0].strip() == "compile":
-                line[2] = "-"
+            row("    per step", [one["seconds_per_step"] for one in steadies])
     lines = [
         f"{result['model']}, {request['width']}x{request['height']}, "
         f"{request['num_frames']} frames, "
@@ -109,7 +105,7 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
         "",
         *columns(rows),
     ]
-    if against:
+    if ratios:
         lines += [
             "",
             "ratio: diffusers / tpuport, above 1 tpuport is faster",
@@ -125,22 +121,20 @@ def _price_rows(
     result: dict[str, Any], caches: dict[str, Any]
 ) -> Sequence[Sequence[str]]:
     """One row per step cache, and the exact run they are compared with."""
+    exact = {"denoise_speedup": 1, "speedup": 1}
     rows = [["step cache", "denoise", "speed-up", "whole run", "PSNR", "SSIM"]]
-
-    def denoise(name: str) -> str:
-        return f"{result['backends'][name]['steady']['stages']['denoise']:.3f} s"
-
-    rows.append(["none (exact)", denoise("tpuport"), "1.00x", "1.00x", "-", "-"])
-    for name, price in caches.items():
-        psnr = "identical" if price["psnr"] is None else f"{price['psnr']:.2f} dB"
+    for name, price in {"tpuport": exact, **caches}.items():
+        quality = ["-", "-"]
+        if name in caches:
+            psnr = "identical" if price["psnr"] is None else f"{price['psnr']:.2f} dB"
+            quality = [psnr, f"{price['ssim']:.4f}"]
         rows.append(
             [
-                name,
-                denoise(name),
+                name if name in caches else "none (exact)",
+                f"{result['backends'][name]['steady']['stages']['denoise']:.3f} s",
                 f"{price['denoise_speedup']:.2f}x",
                 f"{price['speedup']:.2f}x",
-                psnr,
-                f"{price['ssim']:.4f}",
+                *quality,
             ]
         )
     return rows

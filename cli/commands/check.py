@@ -1,4 +1,4 @@
-"""``tpuport check`` and ``tpuport scan``: what does not port, run and read."""
+"""``tpuport check`` and ``scan``: what does not port; ``new-model``: what helps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuport.cli.asked.absent_chips import prepare_topology
-from tpuport.cli.asked.environment import looking, prepare
+from tpuport.cli.asked.environment import looking, prepare, prepare_topology
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import MESH, Checked, check
+from tpuport.cli.runs.new_package import new_package
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.core.enums import Blocks
@@ -66,7 +66,7 @@ def check_(
     from tpuport.core.mesh.slices import parse_topology
 
     found = None if no_plan else parse_topology(topology)
-    prepare_devices()
+    _prepare_devices()
     if found is not None:
         prepare_topology(found)
     prepare(debug=settings.debug)
@@ -80,7 +80,7 @@ def check_(
         raise typer.Exit(1)
 
 
-def prepare_devices() -> None:
+def _prepare_devices() -> None:
     """CPU devices for a small mesh, before jax is imported; what the user set wins."""
     if "jax" not in sys.modules:
         flags = [*_FLAGS, os.environ.get("XLA_FLAGS", "")]
@@ -178,3 +178,41 @@ def _patches() -> dict[str, str]:
         for blocks in reversed(Blocks):
             found |= {p.target: p.name for p in plugin.patches_with(blocks)}
     return found
+
+
+@command("new-model")
+def new_model(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What --model takes.")],
+    pipeline: Annotated[
+        str,
+        typer.Option(
+            "--class", metavar="CLASS", help="Of diffusers, such as WanPipeline."
+        ),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FOLDER", help="A new folder. (default: NAME)"),
+    ] = None,
+) -> None:
+    """Write a package with a plugin for a pipeline class.
+
+    The pipeline is built small and ported: the plugin says which changes to torchax
+    and upstream ran. --weights names configs, where those of the class do not do.
+
+    Example: tpuport new-model my-wan --class WanPipeline
+    """
+    _prepare_devices()
+    prepare(debug=settings.debug)
+    folder = Path(out or name).expanduser()
+    with Display(signals.check) as display:
+        made = new_package(name, pipeline, folder, settings, display)
+    if settings.json:
+        print_json({"command": "new-model", **made})
+        return
+    for file in made["files"]:
+        print(folder / file)
+    print(
+        f"next: pip install -e {folder}, fill in what is marked FILL IN, and "
+        f"`tpuport check {name}`"
+    )

@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuport import targets
-from tpuport.cli.asked.absent_chips import prepare_topology
-from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.environment import prepare, prepare_topology
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.checks import (
-    default_mesh,
-    rehearsal_of,
-    with_dtype,
-    with_mesh,
-)
 from tpuport.cli.runs.planning import prepared
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.shown import signals
@@ -79,11 +72,7 @@ def compile_(
 
 
 def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
-    """Set the process up for the devices named; a TPU topology is returned.
-
-    Raises:
-        UsageError: there is no such topology.
-    """
+    """Set the process up for the devices named; a TPU topology is returned."""
     from tpuport.core.mesh.slices import parse_topology
 
     virtual = re.fullmatch(r"cpu-([1-9][0-9]*)", name)
@@ -116,28 +105,28 @@ def _compile(
     wanted = [n for n in STAGES if not stages or n in stages]
     settings = with_model(settings, weights=False)
     with Display(signals.check) as display:
-        pipeline, arguments = prepared(settings, wanted, display)
+        call = prepared(settings, wanted, display)
         from tpuport.core.plan.building import build_pipeline
         from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
         if topology is None:
-            settings = with_mesh(settings, pipeline, arguments, display)
-            placed = targets.place_for_port(settings.mesh)
+            call.settle_mesh()
+            placed = targets.place_for_port(call.settings.mesh)
         else:
             devices = topology_devices(topology)
-            given = (pipeline, devices, settings, arguments, display)
-            placed = topology_mesh(topology, settings.mesh or default_mesh(*given))
-        settings = with_dtype(settings, placed)
-        found = rehearsal_of(pipeline, placed, settings, arguments, display)
+            mesh = settings.mesh or call.default_mesh(devices)
+            placed = topology_mesh(topology, mesh)
+        call.settle_dtype(placed)
+        found = call.rehearsed(placed)
         built = build_pipeline(
             found, wanted, folder, attached=topology is None, reporter=display
         )
         about = {
             "topology": name,
-            "pipeline": pipeline.class_name,
+            "pipeline": call.folder.class_name,
             "mesh": str(placed.spec),
-            "dtype": str(settings.dtype),
+            "dtype": str(call.settings.dtype),
             "attention": str(settings.attention),
             "versions": versions(),
         }

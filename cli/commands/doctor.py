@@ -25,21 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MORE = (
-    "accelerate",
-    "safetensors",
-    "huggingface-hub",
-    "numpy",
-    "imageio-ffmpeg",
-    "typer",
-    "libtpu",
+    *("accelerate", "safetensors", "huggingface-hub", "numpy"),
+    *("imageio-ffmpeg", "typer", "libtpu"),
 )
 _VARIABLES = (
-    "JAX_PLATFORMS",
-    "XLA_FLAGS",
-    "LIBTPU_INIT_ARGS",
-    "TPUPORT_CACHE_DIR",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
+    *("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS"),
+    *("TPUPORT_CACHE_DIR", "HF_HOME", "HF_HUB_OFFLINE"),
 )
 
 #: Free space below which a full checkpoint and its video may not fit.
@@ -76,11 +67,10 @@ def examine(cache: Path) -> dict[str, Any]:
             return None
 
     packages = versions(*_MORE)
-    optional = {"libtpu"}
     problems += [
         f"{name} is not installed"
         for name, found in packages.items()
-        if found is None and name not in optional
+        if found is None and name != "libtpu"  # which not every machine can have
     ]
     report = {
         "system": platform.platform(),
@@ -180,21 +170,16 @@ def _cache(cache: Path) -> dict[str, Any]:
     nearest = cache
     while not nearest.exists():
         nearest = nearest.parent
-    parts = {
-        "compiled": cache / COMPILED,
-        "demo": cache / DEMO,
-        "runs": cache / "runs",
-    }
+    files = {name: (cache / name).rglob("*") for name in (COMPILED, DEMO, "runs")}
     return {
         "folder": str(cache),
-        "bytes": {name: _size(folder) for name, folder in parts.items()},
-        "unfinished_runs": len(list(parts["runs"].glob("*"))),
+        "bytes": {
+            name: sum(p.stat().st_size for p in found if p.is_file())
+            for name, found in files.items()
+        },
+        "unfinished_runs": len(list((cache / "runs").glob("*"))),
         "free_bytes": shutil.disk_usage(nearest).free,
     }
-
-
-def _size(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def _flag_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -222,28 +207,17 @@ def _text(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     torchax, devices = report["torchax"], report["devices"]
     ffmpeg, cache = report["ffmpeg"], report["cache"]
-    problems = report["problems"]
-    rows = [("problems", problems[0] if problems else "none found")]
-    rows += [("", problem) for problem in problems[1:]]
+    first, *others = report["problems"] or ["none found"]
+    rows = [("problems", first), *(("", problem) for problem in others)]
     rows.append(("system", f"{report['system']}, {report['cpus']} CPUs"))
     rows += [(name, v or "not installed") for name, v in report["versions"].items()]
     if torchax:
-        declared = torchax["overloads_declared"]
-        rows.append(
-            (
-                "torch/torchax",
-                f"imports; {len(declared)} of {torchax['overloads_known']} removed "
-                "overloads declared (--json names them)",
-            )
-        )
+        counts = f"{len(torchax['overloads_declared'])} of {torchax['overloads_known']}"
+        said = f"imports; {counts} removed overloads declared (--json names them)"
+        rows.append(("torch/torchax", said))
     if devices:
-        rows.append(
-            (
-                "devices",
-                f"{devices['count']} x {devices['kind']} ({devices['platform']}), "
-                f"{devices['processes']} process(es)",
-            )
-        )
+        said = f"{devices['count']} x {devices['kind']} ({devices['platform']})"
+        rows.append(("devices", f"{said}, {devices['processes']} process(es)"))
     rows += _flag_rows(report["compiler_flags"])
     rows.append(("torch GPU", report["torch_cuda"] or "none"))
     rows += [("plugin", text) for text in report["plugins"] or ["none"]]

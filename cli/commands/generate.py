@@ -1,14 +1,24 @@
-"""``tpuport generate``: from prompts to videos."""
+"""``tpuport generate``; ``encode``, ``denoise`` and ``decode``; and ``resume``."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
 
-from tpuport.cli.asked.environment import prepare
+import typer
+
+from tpuport.cli.asked.environment import cache_folder, prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.staged import generate_videos
+from tpuport.cli.runs.kept_runs import kept_run, look, out_of
+from tpuport.cli.runs.staged import begin_run, go_on_with_run
 from tpuport.cli.runs.variants import with_model
+from tpuport.core.enums import StageName
+from tpuport.core.files.run_record import RUN_FILE
+from tpuport.core.spec.run_settings import Asked, defaults_of, settings_of
+from tpuport.errors import UsageError
 
 
 @command("generate")
@@ -22,4 +32,94 @@ def generate(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    generate_videos(with_model(settings), started)
+    begin_run(with_model(settings), started, "generate")
+
+
+@command("encode")
+def encode(settings: Settings) -> None:
+    """Run a pipeline up to its first denoising step.
+
+    Takes the settings of `generate` and keeps them in the run directory, where
+    `denoise` and `decode` read them. Without --prompt, `encode` reads them there too.
+
+    Example: tpuport encode --prompt "a panda" --run-dir run
+    """
+    started = _started(settings)
+    assert settings.run_dir is not None
+    if not settings.prompt and (settings.run_dir / RUN_FILE).exists():
+        _check_says_nothing(settings)
+        go_on_with_run(settings, started, StageName.ENCODE)
+    else:
+        begin_run(with_model(settings), started, StageName.ENCODE)
+
+
+def _started(settings: Settings) -> float:
+    """When the command began; refuses settings without a run directory."""
+    prepare(debug=settings.debug)
+    if settings.run_dir is None:
+        raise UsageError("--run-dir is missing; name the folder of the run")
+    return time.perf_counter()
+
+
+def _check_says_nothing(settings: Settings) -> None:
+    """Refuse a flag that says what to make, where run.json says so."""
+    defaults = defaults_of(Asked)
+    for name, setting in settings_of(Asked).items():
+        if name in defaults and getattr(settings, name) != defaults[name]:
+            raise UsageError(
+                f"{setting.flags[0]}: {settings.run_dir} has its own; leave the flag "
+                "out, or give --prompt and all that the run was begun with"
+            )
+
+
+@command("denoise")
+def denoise(settings: Settings) -> None:
+    """Denoise a run that `encode` began.
+
+    Example: tpuport denoise --run-dir run
+    """
+    go_on_with_run(settings, _started(settings), StageName.DENOISE)
+
+
+@command("decode")
+def decode(settings: Settings) -> None:
+    """Decode a run that is denoised, and write its videos.
+
+    Without --out the video becomes video.mp4 in the run directory.
+
+    Example: tpuport decode --run-dir run --out panda.mp4
+    """
+    go_on_with_run(settings, _started(settings), StageName.DECODE)
+
+
+@command("resume")
+def resume(
+    settings: Settings,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A folder of --run-dir, or an ID of `tpuport runs`."
+        ),
+    ],
+) -> None:
+    """Finish a run that ended early, and write its videos.
+
+    The run keeps its settings, and the videos go where the run was to write them; --out
+    names another place. The folder of a run without --run-dir is removed afterwards.
+
+    Example: tpuport resume fox --out fox.mp4
+    """
+    prepare(debug=settings.debug)
+    started = time.perf_counter()
+    folder = Path(name).expanduser()
+    if (folder / RUN_FILE).exists():
+        kept = look(folder)
+    elif folder.is_dir():
+        raise UsageError(
+            f"{folder}: holds no run (there is no {RUN_FILE}); name a folder of "
+            "--run-dir, or an ID of `tpuport runs`"
+        )
+    else:
+        kept = kept_run(cache_folder(settings.cache_dir), name)
+    own = out_of(kept, replace(settings, run_dir=kept.folder))
+    go_on_with_run(own, started, None)

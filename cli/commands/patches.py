@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from tpuport.core.files.fingerprint import version
 from tpuport.core.reports import plural
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
-from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
+from tpuport.core.tracing.patching import Patch, inspect_patches
 from tpuport.errors import PatchError, UsageError, did_you_mean
 from tpuport.plugins import get_model, model_plugins
 
@@ -89,11 +89,7 @@ class Entry:
 
 
 @command("patches")
-def patches(
-    settings: Settings,
-    name: OneName = None,
-    model: OnlyModel = None,
-) -> None:
+def patches(settings: Settings, name: OneName = None, model: OnlyModel = None) -> None:
     """List the changes to upstream code, or show one of them in full.
 
     A patch replaces a function; some patches belong to one kind of --blocks. An op
@@ -124,18 +120,21 @@ def patches(
         raise PatchError("; ".join(dict.fromkeys(wrong)))
 
 
-def _patches(plugin: ModelPlugin) -> dict[Blocks, tuple[Patch, ...]]:
-    """Those in force, by blocks."""
-    from tpuport.patches.standard import PATCHES
-
-    return {b: (*PATCHES, *plugin.patches_with(b)) for b in Blocks}
-
-
-def _overrides(plugin: ModelPlugin) -> tuple[OpOverride, ...]:
+def _changes(model: ModelPlugin) -> list[tuple[str, Sequence[Any]]]:
+    """The patches in force by blocks, upstream's first, then the overrides."""
     from tpuport.core.layers.model_runtime import EVERYWHERE
-    from tpuport.patches.standard import OVERRIDES
+    from tpuport.patches.standard import OVERRIDES, PATCHES
 
-    return (*OVERRIDES, *plugin.overrides, *EVERYWHERE)
+    return [
+        *((b, (*PATCHES, *model.patches_with(b))) for b in reversed(Blocks)),
+        ("", (*OVERRIDES, *model.overrides, *EVERYWHERE)),
+    ]
+
+
+def _names(models: Iterable[ModelPlugin]) -> list[str]:
+    """The names of all patches and overrides, without a look at upstream's code."""
+    changes = [things for model in models for _, things in _changes(model)]
+    return sorted({thing.name for things in changes for thing in things})
 
 
 def examine(models: Iterable[ModelPlugin]) -> list[Entry]:
@@ -144,71 +143,40 @@ def examine(models: Iterable[ModelPlugin]) -> list[Entry]:
     Patches that one kind of blocks has alone are among them and say so.
     """
     found: dict[Patch | OpOverride, Entry] = {}
-
-    def add(
-        thing: Patch | OpOverride, model: str, state: str, why: str, blocks: str
-    ) -> None:
-        entry = found.setdefault(thing, _entry(thing, blocks))
-        if entry.blocks != blocks:
-            entry.blocks = ""
-        # Where models differ, the worst is told.
-        if _STATES.index(state) >= _STATES.index(entry.state):
-            entry.state, entry.detail = state, why
-        entry.models.append(model)
-
     for model in models:
-        for patch, by_blocks in _states(model).items():
-            worst = max(by_blocks.values(), key=lambda s: _STATES.index(s.state))
-            blocks = "" if len(by_blocks) == len(Blocks) else next(iter(by_blocks))
-            add(patch, model.name, worst.state, worst.detail, blocks)
-        for status in inspect_overrides(_overrides(model)):
-            add(status.override, model.name, status.state, status.detail, "")
+        for blocks, things in _changes(model):
+            inspect: Any = inspect_patches if blocks else inspect_overrides
+            for thing, status in zip(things, inspect(things), strict=True):
+                entry = found.setdefault(thing, _entry(thing, blocks))
+                if entry.blocks != blocks:
+                    entry.blocks = ""
+                # Where models or blocks differ, the worst is told.
+                if _STATES.index(status.state) >= _STATES.index(entry.state):
+                    entry.state, entry.detail = status.state, status.detail
+                if model.name not in entry.models:
+                    entry.models.append(model.name)
     return sorted(found.values(), key=lambda entry: entry.kind != "patch")
-
-
-def _names(models: Iterable[ModelPlugin]) -> list[str]:
-    """The names of all patches and overrides, without a look at upstream's code."""
-    found: set[str] = set()
-    for model in models:
-        found |= {override.name for override in _overrides(model)}
-        found |= {patch.name for each in _patches(model).values() for patch in each}
-    return sorted(found)
-
-
-def _states(model: ModelPlugin) -> dict[Patch, dict[str, PatchStatus]]:
-    """What would become of each patch, by the blocks that it is in force with."""
-    found: dict[Patch, dict[str, PatchStatus]] = {}
-    for blocks, patches in reversed(_patches(model).items()):  # upstream's come first
-        states = inspect_patches(patches)
-        for patch, state in zip(patches, states, strict=True):
-            found.setdefault(patch, {})[blocks] = state
-    return found
 
 
 def _entry(thing: Patch | OpOverride, blocks: str) -> Entry:
     """What there is to say without looking at the installed packages."""
     if isinstance(thing, Patch):
-        return Entry(
-            name=thing.name,
-            kind="patch",
-            targets=[thing.target],
-            reason=thing.reason,
-            upstream=thing.upstream,
-            installed=version(_package(thing.upstream)) if thing.upstream else None,
-            module=_module(thing.replacement),
-            link=thing.link,
-            blocks=blocks,
-        )
+        kind, targets, new = "patch", [thing.target], thing.replacement
+        upstream, link = thing.upstream, thing.link
+    else:
+        # It stands in for what torchax has, of any version.
+        kind, targets, new = "override", list(thing.targets), thing.make
+        upstream, link = "torchax", ""
     return Entry(
         name=thing.name,
-        kind="override",
-        targets=list(thing.targets),
+        kind=kind,
+        targets=targets,
         reason=thing.reason,
-        # It stands in for what torchax has, of any version.
-        upstream="torchax",
-        installed=version("torchax"),
-        module=_module(thing.make),
-        link="",
+        upstream=upstream,
+        installed=version(_package(upstream)) if upstream else None,
+        module=_module(new),
+        link=link,
+        blocks=blocks,
     )
 
 

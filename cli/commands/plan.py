@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tpuport.cli.asked.absent_chips import prepare_topology
-from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.environment import prepare, prepare_topology
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.planning import plan_run
@@ -19,10 +18,6 @@ from tpuport.core.files.run_record import STAGES
 from tpuport.core.plan.dump_folder import check_dump
 from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
-
-if TYPE_CHECKING:
-    from tpuport.core.mesh.slices import Topology
-    from tpuport.core.plan.plan import Plan
 
 ALL = "all"
 
@@ -62,8 +57,7 @@ def plan(
         ),
     ] = 540.0,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Also each program and sharding rule."),
+        bool, typer.Option("--verbose", help="Also each program and sharding rule.")
     ] = False,
 ) -> None:
     """Tell whether a run fits a TPU slice, and how long it takes.
@@ -79,33 +73,21 @@ def plan(
     found = parse_topology(topology)
     prepare_topology(found)
     prepare(debug=settings.debug)
-    made = _planned(settings, found, stage=stage, dump=dump, budget=budget)
-    document = {"command": "plan", **made.as_dict()}
-    if not settings.json:
-        print(plan_text.everything(made) if verbose else plan_text.text(made))
-    give_out(document, as_json=settings.json, report=settings.report)
-
-
-def _planned(
-    settings: Settings,
-    topology: Topology,
-    *,
-    stage: str,
-    dump: str | None,
-    budget: float,
-) -> Plan:
     stages = _stages(stage)
     if settings.mesh is not None:
         # The table of slices knows how many there are; nothing need be loaded.
-        settings.mesh.resolve(topology.devices)
+        settings.mesh.resolve(found.devices)
     folder = None if dump is None else Path(dump).expanduser()
     if folder is not None:
         check_dump(folder)
     settings = with_model(settings, weights=False)
     with Display(signals.check) as display:
-        return plan_run(
-            settings, topology, stages, budget=budget, dump=folder, reporter=display
-        )
+        given = (settings, found, stages)
+        made = plan_run(*given, budget=budget, dump=folder, reporter=display)
+    if not settings.json:
+        print(plan_text.everything(made) if verbose else plan_text.text(made))
+    document = {"command": "plan", **made.as_dict()}
+    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _stages(asked: str) -> list[str]:

@@ -13,7 +13,7 @@ import typer
 
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
-from tpuport.cli.asked.settings import Settings, read_again
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.video_run import Again, VideoRun, find
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, print_summary, say
@@ -21,6 +21,7 @@ from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.sources import here
 from tpuport.core.run.progress import Display
+from tpuport.core.spec.run_settings import typed
 from tpuport.errors import (
     ArtifactError,
     AttentionError,
@@ -64,13 +65,7 @@ def replay(
 
 
 def _replay(file: Path, asked: Settings) -> dict[str, Any]:
-    """Make the video of a sidecar again; the document of the command.
-
-    Raises:
-        ArtifactError: the sidecar, its video or a file that the video was made from is
-            not usable.
-        WeightsError: the weights are others.
-    """
+    """Make the video of a sidecar again; the document of the command."""
     from tpuport.core.pipelines import sidecar
 
     started = time.perf_counter()
@@ -122,11 +117,7 @@ def _sidecar_of(path: Path) -> Path:
 
 
 def _check_video(file: Path, recorded: Sidecar) -> Path | None:
-    """The video beside a sidecar, found to be its own; ``None`` where there is none.
-
-    Raises:
-        ArtifactError: it is another video.
-    """
+    """The video beside a sidecar, found to be its own; ``None`` where there is none."""
     output, name = recorded["output"], file.name.removesuffix(".json")
     folder = output["kind"] == "png"
     video = file.with_name(name.removesuffix(".png") if folder else name)
@@ -167,7 +158,7 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
     request = recorded["request"]
     given = {**request["flags"], **recorded["how"], "options": request["options"]}
     try:
-        read = read_again(given)
+        read = typed(Settings, given)
     except (UsageError, AttentionError) as error:
         raise ArtifactError(f"{file}: {error}; it cannot be replayed") from error
     return replace(
@@ -183,11 +174,7 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
 
 
 def _check_same(file: Path, recorded: Sidecar, run: VideoRun) -> None:
-    """Refuse other weights or other images than the recorded ones, before the work.
-
-    Raises:
-        WeightsError, ArtifactError: what differs.
-    """
+    """Refuse other weights or other images than the recorded ones, before the work."""
     if run.folder.class_name != recorded["pipeline"]:
         raise WeightsError(
             f"{run.folder.reference}: is of {run.folder.class_name}, and {file} was "

@@ -11,12 +11,7 @@ import typer
 from tpuport.api import default_cache_dir
 from tpuport.cli.asked.options import command, refuse_options
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.kept_runs import (
-    KeptRun,
-    kept_run,
-    kept_runs,
-    remove,
-)
+from tpuport.cli.runs.kept_runs import KeptRun, kept_run, kept_runs, remove
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.reports import bytes_text, plural

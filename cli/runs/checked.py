@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
-from tpuport.cli.asked.cache_folder import cache_folder
-from tpuport.cli.asked.environment import import_libraries
+from tpuport.cli.asked.environment import cache_folder, import_libraries
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.cli.runs.planning import plan_run
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tpuport.core.plan.losses import Loss
     from tpuport.core.plan.plan import Plan
     from tpuport.core.plan.source_scan import Finding
-    from tpuport.core.seam.target import Target
 
 #: The mesh that a pipeline is tried on, after one device.
 MESH = MeshSpec(dp=2, sp=2)
@@ -108,9 +106,6 @@ class Subject:
 
         Args:
             settings: their weights take the place of a plugin's variants.
-
-        Raises:
-            PluginError: what a plugin declares is not so.
         """
         import_libraries(reporter)
         from tpuport.core.pipelines import small
@@ -151,11 +146,7 @@ class Subject:
         return self.configs if as_it_is else small.small(self.configs)
 
     def made(self, settings: Settings, reporter: Reporter) -> PipelineFolder:
-        """The folder of the pipeline at a small size, with weights.
-
-        Raises:
-            UsageError: the rules make no pipeline of the configs.
-        """
+        """The folder of the pipeline at a small size, with weights."""
         from tpuport.core.pipelines import small
         from tpuport.core.pipelines.folder import PipelineFolder
         from tpuport.core.pipelines.stand_in import write_random
@@ -247,18 +238,12 @@ def compare(
             reporter.say(f"mesh {mesh}: not tried, this process has too few devices")
             continue
         with reporter.timed(f"running {folder.class_name} on {mesh}"):
-            target = target_of(folder, settings, mesh, Reporter())
+            placed = targets.place_for_port(mesh)
+            own = replace(settings, dtype=Dtype.FLOAT32, mesh=mesh, cache_dir=None)
+            name = folder.class_name
+            target = targets.claimed_target(name, placed, own, Reporter())
             found.append(pair.compare(target, expected, calls=not found))
     return found
-
-
-def target_of(
-    folder: PipelineFolder, settings: Settings, mesh: MeshSpec, reporter: Reporter
-) -> Target:
-    """What programs of a small pipeline are made for."""
-    placed = targets.place_for_port(mesh)
-    own = replace(settings, dtype=Dtype.FLOAT32, mesh=mesh, cache_dir=None)
-    return targets.claimed_target(folder.class_name, placed, own, reporter)
 
 
 def arguments(folder: PipelineFolder) -> dict[str, Any]:

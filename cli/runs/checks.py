@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 
 def check_inspection(settings: Settings) -> None:
-    """Refuse a folder for profiles in which there is something else.
-
-    Raises:
-        UsageError: what is there, or flags that do not go together.
-    """
+    """Refuse a folder for profiles in which there is something else."""
     if settings.profile is None and settings.profile_calls is not None:
         raise UsageError("--profile-calls goes with --profile only")
     if settings.profile is not None:
@@ -58,11 +54,7 @@ def _is_profile(path: Path) -> bool:
 
 
 def check_attention_here(settings: Settings) -> None:
-    """Refuse a kernel that does not run on this machine's devices; starts jax.
-
-    Raises:
-        UsageError: which one, and where it runs.
-    """
+    """Refuse a kernel that does not run on this machine's devices; starts jax."""
     if settings.attention.name == AUTO or settings.backend == Backend.DIFFUSERS:
         return
     import jax
@@ -80,11 +72,7 @@ def check_attention_here(settings: Settings) -> None:
 
 
 def check_vae(settings: Settings, folder: PipelineFolder) -> None:
-    """Refuse an autoencoder that the pipeline's plugin does not have.
-
-    Raises:
-        UsageError: why.
-    """
+    """Refuse an autoencoder that the pipeline's plugin does not have."""
     if settings.vae == TORCHAX:
         return
     if settings.backend == Backend.DIFFUSERS:
@@ -101,11 +89,7 @@ def check_vae(settings: Settings, folder: PipelineFolder) -> None:
 
 
 def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
-    """Refuse a name for --on-host that is no component, or no torch module.
-
-    Raises:
-        UsageError: which one.
-    """
+    """Refuse a name for --on-host that is no component, or no torch module."""
     if not settings.on_host:
         return
     if settings.backend == Backend.DIFFUSERS:
@@ -124,312 +108,6 @@ def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
         raise UsageError(f"--on-host {name}: is no component; {hint}")
 
 
-def with_host(settings: Settings, folder: PipelineFolder) -> Settings:
-    """The settings with the text encoders among ``on_host``, for --encode-on host."""
-    if settings.encode_on != Place.HOST:
-        return settings
-    encoders = [name for name in folder.components() if "text_encoder" in name]
-    named = tuple(dict.fromkeys((*settings.on_host, *encoders)))
-    return replace(settings, on_host=named, encode_on=Place.DEVICE)
-
-
-def with_batch(
-    settings: Settings, folder: PipelineFolder, placed: PlacedMesh
-) -> Settings:
-    """The settings with the number of videos of a call.
-
-    Raises:
-        UsageError: the pipeline makes one video in a call.
-    """
-    count = max(len(settings.prompt), 1) * len(settings.seed)
-    takes = {"prompt", "generator"} <= folder.all_parameters.keys()
-    sounds = any("audio" in name for name in folder.components())
-    alone = settings.image or settings.video or folder.blocks is not None or sounds
-    if settings.batch is not None:
-        if settings.batch > 1 and (alone or not takes):
-            raise UsageError(
-                f"--batch {settings.batch}: {folder.class_name} makes one video in a "
-                "call here; leave the flag out"
-            )
-        return replace(settings, batch=min(settings.batch, count))
-    wide = placed.mesh.shape["dp"] > 2 and takes and not alone
-    return replace(settings, batch=count if wide else 1)
-
-
-def with_dtype(settings: Settings, placed: PlacedMesh) -> Settings:
-    """The settings with a dtype: float32 on CPUs, else bfloat16."""
-    if settings.dtype is not None:
-        return settings
-    on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
-    return replace(settings, dtype=Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16)
-
-
-def check_host_memory(settings: Settings, folder: PipelineFolder) -> None:
-    """Refuse videos whose frames exceed the memory of the machine or its container.
-
-    Upstream gives frames back as float32, those of a call at a time.
-
-    Raises:
-        UsageError: how many frames would fit.
-    """
-    from tpuport.core.mesh.device_memory import host_memory
-    from tpuport.core.pipelines.call_arguments import default_of
-
-    sides = [
-        getattr(settings, name) or default_of(folder, name)
-        for name in ("height", "width", "num_frames")
-    ]
-    room = host_memory()
-    if not all(sides) or room is None:
-        return
-    height, width, frames = sides
-    frame = 4 * 3 * height * width * (settings.batch or 1)
-    if frame * frames > room:
-        raise UsageError(
-            f"{frames} frames of {width}x{height} take {bytes_text(frame * frames)}, "
-            f"and this machine has {bytes_text(room)} of memory; about "
-            f"{room // frame} frames fit"
-        )
-
-
-def check_call(
-    settings: Settings,
-    folder: PipelineFolder,
-    arguments: Mapping[str, Any],
-    reporter: Reporter,
-) -> None:
-    """Let upstream refuse what was asked for, before weights are read.
-
-    Upstream's ``check_inputs`` is called on the pipeline without weights. What it needs
-    and a user does not give, such as a size that upstream chooses, leaves that to the
-    run itself.
-
-    Args:
-        reporter: told of a prompt whose end upstream will not read.
-
-    Raises:
-        UsageError: upstream refuses this.
-    """
-    if folder.blocks is not None:
-        return
-    given = {name: one.default for name, one in folder.all_parameters.items()}
-    given |= arguments
-    pipeline = _bare(settings, folder)
-    _warn_of_long_prompts(settings, pipeline, given, reporter)
-    if settings.prompt:
-        given["prompt"] = prompts_of(settings, settings.prompt)
-    check = getattr(pipeline, "check_inputs", None)
-    takes = inspect.signature(check).parameters.values() if check else ()
-    if any(p.name not in given and p.default is p.empty for p in takes):
-        return
-    sides = [given[name] for name in ("height", "width") if name in given]
-    if check is None or not all(sides):
-        return
-    try:
-        check(**{p.name: given[p.name] for p in takes if p.name in given})
-    except ValueError as error:
-        raise UsageError(
-            f"{folder.class_name} refuses this: {one_line(error)}"
-        ) from error
-    except Exception:
-        return  # the state of a pipeline under way is looked at, which is not there
-
-
-def _warn_of_long_prompts(
-    settings: Settings, pipeline: Any, given: Mapping[str, Any], reporter: Reporter
-) -> None:
-    """Say which prompts upstream cuts; a template around a prompt is not counted."""
-    limit = given.get("max_sequence_length")
-    tokenizer = pipeline.components.get("tokenizer")
-    if not isinstance(limit, int) or tokenizer is None:
-        return
-    for prompt in settings.prompt:
-        count = len(tokenizer(prompt)["input_ids"])
-        if count > limit:
-            reporter.say(
-                f"warning: a prompt has at least {count} tokens, and "
-                f"{type(pipeline).__name__} reads the first {limit}"
-            )
-
-
-def placed_here(settings: Settings, reporter: Reporter) -> PlacedMesh:
-    """The mesh asked for on this machine's devices.
-
-    Raises:
-        MeshError: it needs more devices; of CPUs, with a place where it would do.
-    """
-    import jax
-
-    try:
-        return targets.place_for_port(settings.mesh, reporter)
-    except MeshError as error:
-        devices, spec = jax.devices(), settings.mesh
-        assert spec is not None
-        needed = math.prod(n for n in (spec.dp, spec.sp, spec.tp) if n > 0)
-        if devices[0].platform != "cpu" or needed <= len(devices):
-            raise
-        slices = (parse_topology(n) for n in TOPOLOGY_NAMES if n.startswith("v6e-"))
-        fits = next((s.name for s in slices if s.devices >= needed), None)
-        planned = f"; tpuport plan --topology {fits} plans it" if fits else ""
-        raise MeshError(
-            f"{error}. XLA_FLAGS=--xla_force_host_platform_device_count={needed} "
-            f"tries it on this machine{planned}"
-        ) from None
-
-
-def default_mesh(
-    folder: PipelineFolder,
-    devices: Sequence[jax.Device],
-    settings: Settings,
-    arguments: Mapping[str, Any],
-    reporter: Reporter,
-) -> MeshSpec:
-    """The mesh where none is asked for: the pair of a guided step over dp, else sp.
-
-    The first step of a rehearsal tells whether each of the denoiser's programs has two
-    rows, or is called twice.
-
-    Args:
-        arguments: keywords of the call, the prompt included.
-
-    Raises:
-        TpuportError: as of :func:`rehearsal_of`.
-    """
-    along = MeshSpec(sp=len(devices))
-    if len(devices) % 2:
-        return along
-    placed = targets.place(along, devices, None)
-    settings = with_dtype(settings, placed)
-    given = (folder, placed, settings, arguments, reporter)
-    found = rehearsal_of(*given, quiet=True, first_step=True)
-    rows = [
-        program.by_stage[StageName.DENOISE] * max(r.query[0] for r in program.attention)
-        for program in found.programs
-        if denoises(program.component) and program.attention
-    ]
-    paired = bool(rows) and all(count % 2 == 0 for count in rows)
-    return MeshSpec(dp=2, sp=len(devices) // 2) if paired else along
-
-
-def with_mesh(
-    settings: Settings,
-    folder: PipelineFolder,
-    arguments: Mapping[str, Any],
-    reporter: Reporter,
-) -> Settings:
-    """The settings with :func:`default_mesh` on this machine's chips, if it has any."""
-    import jax
-
-    devices = jax.devices()
-    by_upstream = settings.backend == Backend.DIFFUSERS
-    if settings.mesh is not None or by_upstream or devices[0].platform == "cpu":
-        return settings
-    given = _given(settings, folder, arguments)
-    mesh = default_mesh(folder, devices, settings, given, reporter)
-    return replace(settings, mesh=mesh)
-
-
-def check_target(
-    settings: Settings, folder: PipelineFolder, placed: PlacedMesh
-) -> None:
-    """Refuse a layout that the plugin of the pipeline has not, and a plugin at fault.
-
-    Raises:
-        UsageError, PluginError: which one.
-    """
-    if settings.backend == Backend.TPUPORT:
-        _target(settings, folder, placed, Reporter())
-
-
-def _target(
-    settings: Settings, folder: PipelineFolder, placed: PlacedMesh, reporter: Reporter
-) -> Target:
-    """What programs are made for; none is kept."""
-    own = replace(settings, cache_dir=None)
-    return targets.claimed_target(folder.class_name, placed, own, reporter)
-
-
-def _bare(settings: Settings, folder: PipelineFolder) -> Any:
-    """The pipeline without weights."""
-    from tpuport.core.arrays import torch_dtype
-    from tpuport.core.drive.rehearsal import without_weights
-
-    return without_weights(folder, torch_dtype(str(settings.dtype)))
-
-
-def check_mesh(
-    settings: Settings,
-    folder: PipelineFolder,
-    placed: PlacedMesh,
-    arguments: Mapping[str, Any],
-    reporter: Reporter,
-) -> None:
-    """Refuse a mesh with an axis that the run cannot use, before weights are read.
-
-    Tokens are split among any number of devices. Rows and heads are known once the
-    denoiser is traced, which a rehearsal does.
-
-    Raises:
-        MeshError: which axis.
-        ShardingError: a plugin's layout does not fit the weights.
-    """
-    if settings.backend == Backend.DIFFUSERS:
-        return
-    if placed.mesh.shape["dp"] <= 2 and placed.mesh.shape["tp"] == 1:
-        return
-    given = _given(settings, folder, arguments)
-    try:
-        rehearsal_of(folder, placed, settings, given, reporter, quiet=True)
-    except (MeshError, ShardingError):
-        raise
-    except Exception:
-        # Made-up values are not everywhere good enough; the run checks the mesh too.
-        reporter.say(f"the mesh is checked once {folder.class_name} runs")
-
-
-def check_step_cache(
-    settings: Settings,
-    folder: PipelineFolder,
-    placed: PlacedMesh,
-    arguments: Mapping[str, Any],
-    reporter: Reporter,
-) -> None:
-    """Refuse a step cache that the pipeline cannot have, before weights are read.
-
-    Raises:
-        StepCacheError: why.
-    """
-    from tpuport.core.drive import rehearsal
-    from tpuport.core.drive.step_caches import StepCacheError
-
-    if settings.step_cache is None:
-        return
-    target = _target(settings, folder, placed, Reporter())
-    given = _given(settings, folder, arguments)
-    try:
-        with upstreams_errors(folder.class_name):
-            pipeline = _bare(settings, folder)
-            pipeline.set_progress_bar_config(disable=True)
-            rehearsal.check_step_cache(pipeline, target, given, settings.step_cache)
-    except StepCacheError:
-        raise
-    except Exception:
-        # Made-up values are not everywhere good enough; the run checks the cache too.
-        reporter.say(f"the step cache is checked once {folder.class_name} runs")
-
-
-def _given(
-    settings: Settings, folder: PipelineFolder, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The keywords of a call that is rehearsed up to its latents."""
-    given = dict(arguments)
-    if "prompt" in folder.parameters:
-        given["prompt"] = prompts_of(settings, settings.prompt)
-    if folder.blocks is None and "output_type" in folder.all_parameters:
-        given["output_type"] = "latent"
-    return given
-
-
 def prompts_of(settings: Settings, prompts: Sequence[str]) -> Any:
     """What a call is given for as many videos as are made together."""
     pairs = [prompt for prompt in prompts for _ in settings.seed]
@@ -437,72 +115,292 @@ def prompts_of(settings: Settings, prompts: Sequence[str]) -> Any:
     return given if len(given) > 1 else given[0]
 
 
-def rehearsal_of(
-    folder: PipelineFolder,
-    placed: PlacedMesh,
-    settings: Settings,
-    arguments: Mapping[str, Any],
-    reporter: Reporter,
-    *,
-    quiet: bool = False,
-    first_step: bool = False,
-) -> Rehearsal:
-    """The run as ``tpuport generate`` does it on a mesh; only configs are read.
+@dataclass(kw_only=True)
+class PipelineCall:
+    """A call of a pipeline, before weights are read; of the folder, configs are read.
 
-    Args:
-        settings: with a dtype.
-        quiet: leave out the line about a plugin whose patches are used.
-        first_step: end after the first ``scheduler.step``.
-
-    Raises:
-        UsageError: upstream refuses what was asked for.
-        MeshError: an axis of the mesh has nothing to split.
-        WeightsError: a config does not build its class.
-        TpuportError: a module cannot become a program, or upstream fails otherwise.
+    Attributes:
+        settings: what was asked for, and what is settled since.
+        arguments: keywords of every call.
     """
-    from tpuport.core.plan.pipeline_plan import rehearsed
 
-    name = folder.class_name
-    target = _target(settings, folder, placed, Reporter() if quiet else reporter)
-    with upstreams_errors(name):
-        return rehearsed(
-            folder,
-            target,
-            str(settings.dtype),
-            arguments,
-            reporter,
-            on_host=settings.on_host,
-            cache=settings.step_cache,
-            first_step=first_step,
-        )
+    settings: Settings
+    folder: PipelineFolder
+    reporter: Reporter
+    arguments: dict[str, Any]
 
+    @property
+    def by_upstream(self) -> bool:
+        """Whether plain upstream code runs."""
+        return self.settings.backend == Backend.DIFFUSERS
 
-def check_executables(
-    settings: Settings, folder: PipelineFolder, placed: PlacedMesh, reporter: Reporter
-) -> None:
-    """Refuse executables for something else before weights are read.
+    @property
+    def rehearsed_with(self) -> dict[str, Any]:
+        """The keywords of a call that is rehearsed, up to its latents."""
+        given = dict(self.arguments)
+        if "prompt" in self.folder.parameters and "prompt" not in given:
+            given["prompt"] = prompts_of(self.settings, self.settings.prompt)
+        if self.folder.blocks is None and "output_type" in self.folder.all_parameters:
+            given.setdefault("output_type", "latent")
+        return given
 
-    Raises:
-        UsageError, ArtifactError: what differs.
-    """
-    if settings.backend == Backend.DIFFUSERS:
-        raise UsageError(
-            "--executables are not upstream's: leave them out, or use --backend tpuport"
-        )
-    built = targets.executables_for(folder.class_name, placed, settings, reporter)
-    assert built is not None
-    with reporter.timed(f"building {folder.class_name} without weights"):
-        built.check_modules(_bare(settings, folder).components)
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Size, frames and steps; what was not given is upstream's default."""
+        from tpuport.core.pipelines.call_arguments import default_of
+
+        names = ("width", "height", "num_frames", "num_inference_steps")
+        return {
+            name: getattr(self.settings, name) or default_of(self.folder, name)
+            for name in names
+        }
+
+    def settle(self, **values: Any) -> None:
+        """Put values in the place of settings."""
+        self.settings = replace(self.settings, **values)
+
+    def bare(self) -> Any:
+        """The pipeline without weights."""
+        from tpuport.core.arrays import torch_dtype
+        from tpuport.core.drive.rehearsal import without_weights
+
+        return without_weights(self.folder, torch_dtype(str(self.settings.dtype)))
+
+    def target(self, placed: PlacedMesh, reporter: Reporter) -> Target:
+        """What programs are made for; none is kept.
+
+        Args:
+            reporter: told of a plugin whose patches are used.
+        """
+        own, name = replace(self.settings, cache_dir=None), self.folder.class_name
+        return targets.claimed_target(name, placed, own, reporter)
+
+    def rehearsed(
+        self, placed: PlacedMesh, *, quiet: bool = False, first_step: bool = False
+    ) -> Rehearsal:
+        """The run as ``tpuport generate`` does it on a mesh; with a dtype.
+
+        Args:
+            quiet: leave out the line about a plugin whose patches are used.
+            first_step: end after the first ``scheduler.step``.
+        """
+        from tpuport.core.plan.pipeline_plan import rehearsed
+
+        target = self.target(placed, Reporter() if quiet else self.reporter)
+        with upstreams_errors(self.folder.class_name):
+            return rehearsed(
+                self.folder,
+                target,
+                str(self.settings.dtype),
+                self.rehearsed_with,
+                self.reporter,
+                on_host=self.settings.on_host,
+                cache=self.settings.step_cache,
+                first_step=first_step,
+            )
+
+    def default_mesh(self, devices: Sequence[jax.Device]) -> MeshSpec:
+        """The mesh if none is asked for: the pair of a guided step over dp, else sp.
+
+        The first step of a rehearsal tells whether each of the denoiser's programs has
+        two rows, or is called twice.
+        """
+        along = MeshSpec(sp=len(devices))
+        if len(devices) % 2:
+            return along
+        placed = targets.place(along, devices, None)
+        own = replace(self, settings=self.settings)
+        own.settle_dtype(placed)
+        rows = [
+            made.by_stage[StageName.DENOISE] * max(r.query[0] for r in made.attention)
+            for made in own.rehearsed(placed, quiet=True, first_step=True).programs
+            if denoises(made.component) and made.attention
+        ]
+        paired = bool(rows) and all(count % 2 == 0 for count in rows)
+        return MeshSpec(dp=2, sp=len(devices) // 2) if paired else along
+
+    def settle_mesh(self) -> None:
+        """Take :meth:`default_mesh` on this machine's chips, if it has any."""
+        import jax
+
+        devices = jax.devices()
+        on_chips = devices[0].platform != "cpu" and not self.by_upstream
+        if self.settings.mesh is None and on_chips:
+            self.settle(mesh=self.default_mesh(devices))
+
+    def settle_dtype(self, placed: PlacedMesh) -> None:
+        """Take a dtype if none was given: float32 on CPUs, else bfloat16."""
+        if self.settings.dtype is None:
+            on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
+            self.settle(dtype=Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16)
+
+    def settle_host(self) -> None:
+        """Put the text encoders among ``on_host``, for --encode-on host."""
+        if self.settings.encode_on == Place.HOST:
+            encoders = [n for n in self.folder.components() if "text_encoder" in n]
+            named = tuple(dict.fromkeys((*self.settings.on_host, *encoders)))
+            self.settle(on_host=named, encode_on=Place.DEVICE)
+
+    def settle_batch(self, placed: PlacedMesh) -> None:
+        """Settle the number of videos of a call."""
+        settings, folder = self.settings, self.folder
+        count = max(len(settings.prompt), 1) * len(settings.seed)
+        takes = {"prompt", "generator"} <= folder.all_parameters.keys()
+        sounds = any("audio" in name for name in folder.components())
+        alone = settings.image or settings.video or folder.blocks is not None or sounds
+        several = takes and not alone
+        wide = placed.mesh.shape["dp"] > 2 and several
+        asked = settings.batch or (count if wide else 1)
+        if asked > 1 and not several:
+            raise UsageError(
+                f"--batch {asked}: {folder.class_name} makes one video in a call here; "
+                "leave the flag out"
+            )
+        self.settle(batch=min(asked, count))
+
+    def check_host_memory(self) -> None:
+        """Refuse videos whose frames exceed the memory of the machine or its container.
+
+        Upstream gives frames back as float32, those of a call at a time.
+        """
+        from tpuport.core.mesh.device_memory import host_memory
+
+        width, height, frames, _ = self.asked.values()
+        room = host_memory()
+        if not (height and width and frames and room):
+            return
+        frame = 4 * 3 * height * width * (self.settings.batch or 1)
+        if frame * frames > room:
+            raise UsageError(
+                f"{frames} frames of {width}x{height} take "
+                f"{bytes_text(frame * frames)}, and this machine has "
+                f"{bytes_text(room)} of memory; about {room // frame} frames fit"
+            )
+
+    def check_inputs(self) -> None:
+        """Let upstream refuse what was asked for, before weights are read.
+
+        Upstream's ``check_inputs`` is called on the pipeline without weights. What it
+        needs and a user does not give, such as a size that upstream chooses, leaves
+        that to the run itself. A line says which prompts upstream cuts.
+        """
+        settings, folder = self.settings, self.folder
+        if folder.blocks is not None:
+            return
+        given = {name: one.default for name, one in folder.all_parameters.items()}
+        given |= self.arguments
+        pipeline = self.bare()
+        self._warn_of_long_prompts(pipeline, given)
+        if settings.prompt:
+            given["prompt"] = prompts_of(settings, settings.prompt)
+        check = getattr(pipeline, "check_inputs", None)
+        takes = inspect.signature(check).parameters.values() if check else ()
+        if any(p.name not in given and p.default is p.empty for p in takes):
+            return
+        sides = [given[name] for name in ("height", "width") if name in given]
+        if check is None or not all(sides):
+            return
+        try:
+            check(**{p.name: given[p.name] for p in takes if p.name in given})
+        except ValueError as error:
+            raise UsageError(
+                f"{folder.class_name} refuses this: {one_line(error)}"
+            ) from error
+        except Exception:
+            return  # the state of a pipeline under way is looked at, which is not there
+
+    def _warn_of_long_prompts(self, pipeline: Any, given: Mapping[str, Any]) -> None:
+        """Say which prompts upstream cuts; a template around one is not counted."""
+        limit = given.get("max_sequence_length")
+        tokenizer = pipeline.components.get("tokenizer")
+        if not isinstance(limit, int) or tokenizer is None:
+            return
+        for prompt in self.settings.prompt:
+            count = len(tokenizer(prompt)["input_ids"])
+            if count > limit:
+                self.reporter.say(
+                    f"warning: a prompt has at least {count} tokens, and "
+                    f"{type(pipeline).__name__} reads the first {limit}"
+                )
+
+    def placed_here(self) -> PlacedMesh:
+        """The mesh asked for on this machine's devices."""
+        import jax
+
+        try:
+            return targets.place_for_port(self.settings.mesh, self.reporter)
+        except MeshError as error:
+            devices, spec = jax.devices(), self.settings.mesh
+            assert spec is not None
+            needed = math.prod(n for n in (spec.dp, spec.sp, spec.tp) if n > 0)
+            if devices[0].platform != "cpu" or needed <= len(devices):
+                raise
+            slices = (parse_topology(n) for n in TOPOLOGY_NAMES if n.startswith("v6e-"))
+            fits = next((s.name for s in slices if s.devices >= needed), None)
+            planned = f"; tpuport plan --topology {fits} plans it" if fits else ""
+            flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            raise MeshError(
+                f"{error}. {flag} tries it on this machine{planned}"
+            ) from None
+
+    def check_mesh(self, placed: PlacedMesh) -> None:
+        """Refuse a mesh with an axis that the run cannot use, before weights are read.
+
+        Tokens are split among any number of devices. Rows and heads are known once the
+        denoiser is traced, which a rehearsal does.
+        """
+        few = placed.mesh.shape["dp"] <= 2 and placed.mesh.shape["tp"] == 1
+        if few or self.by_upstream:
+            return
+        try:
+            self.rehearsed(placed, quiet=True)
+        except (MeshError, ShardingError):
+            raise
+        except Exception:
+            # Made-up values are not everywhere good enough; the run checks it too.
+            name = self.folder.class_name
+            self.reporter.say(f"the mesh is checked once {name} runs")
+
+    def check_step_cache(self, placed: PlacedMesh) -> None:
+        """Refuse a step cache that the pipeline cannot have; no weights are read."""
+        from tpuport.core.drive import rehearsal
+        from tpuport.core.drive.step_caches import StepCacheError
+
+        cache, name = self.settings.step_cache, self.folder.class_name
+        if cache is None:
+            return
+        target = self.target(placed, Reporter())
+        try:
+            with upstreams_errors(name):
+                pipeline = self.bare()
+                pipeline.set_progress_bar_config(disable=True)
+                given = self.rehearsed_with
+                rehearsal.check_step_cache(pipeline, target, given, cache)
+        except StepCacheError:
+            raise
+        except Exception:
+            # Made-up values are not everywhere good enough; the run checks it too.
+            self.reporter.say(f"the step cache is checked once {name} runs")
+
+    def check_executables(self, placed: PlacedMesh) -> None:
+        """Refuse executables for something else before weights are read."""
+        if self.settings.executables is None:
+            return
+        if self.by_upstream:
+            raise UsageError(
+                "--executables are not upstream's: leave them out, or use --backend "
+                "tpuport"
+            )
+        name = self.folder.class_name
+        built = targets.executables_for(name, placed, self.settings, self.reporter)
+        assert built is not None
+        with self.reporter.timed(f"building {name} without weights"):
+            built.check_modules(self.bare().components)
 
 
 @contextlib.contextmanager
 def upstreams_errors(pipeline: str) -> Iterator[None]:
-    """What upstream's code raises, as errors of one line.
-
-    Raises:
-        UsageError: upstream refuses what was asked for.
-        TpuportError: upstream fails otherwise.
-    """
+    """What upstream's code raises, as errors of one line."""
     # Blocks log a traceback of what they raise.
     blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
     level = blocks.level

@@ -19,13 +19,8 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.errors import may_pass
 from tpuport.core.files.folders import check_folder
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
-from tpuport.core.files.run_record import (
-    PIPELINE_SCHEMA,
-    RUN_FILE,
-    tapes_in,
-    told_of,
-)
-from tpuport.core.files.sealed_json import as_json, read_document, write_document
+from tpuport.core.files.run_record import PIPELINE_SCHEMA, RUN_FILE, tapes_in, told_of
+from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.typed import checked
 from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line
 
@@ -109,11 +104,7 @@ class KeptRun:
 
 
 def kept_runs(cache: Path) -> list[KeptRun]:
-    """The runs in a cache folder, the oldest first.
-
-    Raises:
-        UsageError: a file is where the folder should be.
-    """
+    """The runs in a cache folder, the oldest first."""
     check_folder("--cache-dir", cache / "runs")
     found = []
     for folder in (cache / "runs").glob("*"):
@@ -124,11 +115,7 @@ def kept_runs(cache: Path) -> list[KeptRun]:
 
 
 def kept_run(cache: Path, name: str) -> KeptRun:
-    """The run with this id.
-
-    Raises:
-        UsageError: there is no such run.
-    """
+    """The run with this id."""
     for run in kept_runs(cache):
         if run.folder.name == name:
             return run
@@ -224,7 +211,7 @@ def keep_asked(folder: Path, settings: Settings, out: str) -> None:
     report = settings.report and str(settings.report.absolute())
     place = str(Path(out).absolute()) + "/" * out.endswith("/")
     content = {"out": place, "overwrite": settings.overwrite, "report": report}
-    write_document(folder / _ASKED_FILE, _ASKED, as_json(content, "the settings"))
+    write_document(folder / _ASKED_FILE, _ASKED, content)
 
 
 def _read_asked(folder: Path) -> Asked:
@@ -238,11 +225,7 @@ def _read_asked(folder: Path) -> Asked:
 
 
 def out_of(run: KeptRun, settings: Settings) -> Settings:
-    """Settings with the place that a kept run's videos were to go.
-
-    Raises:
-        ArtifactError: the run's own file is not usable.
-    """
+    """Settings with the place that a kept run's videos were to go."""
     if not is_kept(run.folder):
         return settings
     asked = _read_asked(run.folder)

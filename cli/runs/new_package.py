@@ -109,10 +109,6 @@ def new_package(
     Args:
         pipeline: the class in diffusers.
         out: a folder that is empty, or is not there.
-
-    Raises:
-        UsageError: the name or the class is none, or the folder is not empty.
-        TpuportError: the class cannot be built small, or not ported.
     """
     package = _checked(name, out)
     import_libraries(reporter)
@@ -224,11 +220,7 @@ def _repo(weights: str | Path | None) -> str:
 
 
 def _write(out: Path, files: Mapping[str, str]) -> None:
-    """All files, or none.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """All files, or none."""
     temporary = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

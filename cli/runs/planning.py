@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.checks import (
-    check_on_host,
-    check_vae,
-    default_mesh,
-    prompts_of,
-    rehearsal_of,
-)
+from tpuport.cli.runs.checks import PipelineCall, check_on_host, check_vae, prompts_of
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.video_run import find
 from tpuport.core.enums import Dtype, StageName
@@ -28,7 +22,6 @@ from tpuport.errors import MeshError
 if TYPE_CHECKING:
     from tpuport.core.drive.rehearsal import Rehearsal
     from tpuport.core.mesh.slices import Topology
-    from tpuport.core.pipelines.folder import PipelineFolder
     from tpuport.core.plan.plan import Plan
     from tpuport.core.reports import Reporter
 
@@ -49,43 +42,25 @@ def plan_run(
         budget: seconds that a search for a mesh may take; a compile that has begun is
             finished.
         dump: a folder for compiled programs, accounts and schedules.
-
-    Raises:
-        UsageError, WeightsError, MeshError: what is wrong.
     """
-    folder, arguments = prepared(settings, stages, reporter)
-    settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
-    one = _One(
-        settings=settings,
-        folder=folder,
-        topology=topology,
-        arguments=arguments,
-        stages=stages,
-        dump=dump,
-        reporter=reporter,
-    )
-    if not settings.search:
-        devices = topology_devices(topology)
-        given = (folder, devices, settings, arguments, reporter)
-        return one.plan(settings.mesh or default_mesh(*given))
-    return _best(one, budget)
+    call = prepared(settings, stages, reporter)
+    call.settle(dtype=settings.dtype or Dtype.BFLOAT16)
+    one = _One(**vars(call), topology=topology, stages=stages, dump=dump)
+    if settings.search:
+        return _best(one, budget)
+    return one.plan(settings.mesh or one.default_mesh(topology_devices(topology)))
 
 
 def prepared(
     settings: Settings, stages: Sequence[str], reporter: Reporter
-) -> tuple[PipelineFolder, dict[str, Any]]:
-    """The folder, of which only configs are there, and the keywords of the call.
-
-    Raises:
-        UsageError, WeightsError: what is wrong.
-    """
+) -> PipelineCall:
+    """The call; of the folder only configs are there."""
     folder = find(settings, reporter)
     from tpuport.core.pipelines.call_arguments import arguments_of, as_arrays
 
     check_on_host(settings, folder)
-    settings = sized(settings, folder, reporter)
     check_vae(settings, folder)
-    arguments = arguments_of(folder, settings)
+    arguments = arguments_of(folder, sized(settings, folder, reporter))
     folder.check_packages(arguments)
     if "prompt" in folder.parameters:
         arguments["prompt"] = prompts_of(settings, settings.prompt or (PROMPT,))
@@ -93,32 +68,31 @@ def prepared(
     latent = folder.blocks is None and "output_type" in folder.all_parameters
     if latent and stages == [StageName.DENOISE]:
         arguments["output_type"] = "latent"
-    return folder.fetched(reporter, weights=False), arguments
+    call = PipelineCall(
+        settings=settings,
+        folder=folder.fetched(reporter, weights=False),
+        reporter=reporter,
+        arguments=arguments,
+    )
+    call.settle_host()
+    return call
 
 
 @dataclass(kw_only=True)
-class _One:
+class _One(PipelineCall):
     """Plans of one run on one slice."""
 
-    settings: Settings
-    folder: PipelineFolder
     topology: Topology
-    arguments: Mapping[str, Any]
     stages: Sequence[str]
     dump: Path | None
-    reporter: Reporter
     _again: bool = False
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
         """The run on a mesh."""
         from tpuport.core.plan.pipeline_plan import topology_mesh
 
-        placed, again = topology_mesh(self.topology, spec), self._again
-        self._again = True
-        settings, arguments = self.settings, self.arguments
-        return rehearsal_of(
-            self.folder, placed, settings, arguments, self.reporter, quiet=again
-        )
+        again, self._again = self._again, True
+        return self.rehearsed(topology_mesh(self.topology, spec), quiet=again)
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""

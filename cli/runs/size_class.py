@@ -32,10 +32,6 @@ def sized(settings: Settings, folder: PipelineFolder, reporter: Reporter) -> Set
 
     The video has as many pixels as a 16:9 video of the class, in the shape asked for.
     Both sides are multiples of a token's pixels.
-
-    Raises:
-        UsageError: a size is asked for too, the class is none, or the pipeline takes no
-            size.
     """
     from tpuport.core.pipelines.call_arguments import default_of
 

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.cli.asked.settings import Settings, read_again
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import going_on, is_kept, keep_asked, sweep, temporary
 from tpuport.cli.runs.video_run import VideoRun, file_digest, find
 from tpuport.cli.shown import signals
@@ -22,7 +22,7 @@ from tpuport.core.files.run_lock import holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.run_settings import Asked
+from tpuport.core.spec.run_settings import Asked, typed
 from tpuport.errors import ArtifactError, AttentionError, UsageError, WriteError
 
 if TYPE_CHECKING:
@@ -40,76 +40,42 @@ _OF_A_STAGE = (
 _HOW = (*_OF_A_STAGE, "dtype")
 
 
-def generate_videos(settings: Settings, started: float) -> None:
-    """Make videos, and tell of them as ``tpuport generate`` does.
+def begin_run(settings: Settings, started: float, command: str) -> None:
+    """Begin a run, or go on with the same one; tell of it as ``command`` does.
 
-    Raises:
-        UsageError: a flag or an option that the pipeline has no use for.
-        WeightsError: the checkpoint cannot be used.
-        ArtifactError: the run in --run-dir is another one.
-        TpuportError: the run failed.
+    ``generate`` makes videos, and ``encode`` ends before the first call of a denoiser.
     """
+    until = StageName.ENCODE if command == StageName.ENCODE else None
     with Display(signals.check) as display:
-        run = VideoRun.prepared(settings, find(settings, display), display)
-        name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}{_seed(run)}"
-        outputs = run.outputs(f"{name}.mp4")
-        with _begun(run, outputs.asked) as kept:
-            videos, report = run.make(outputs, started, kept)
-    _show("generate", run, report, videos, run.settings.run_dir)
+        folder = find(settings, display)
+        run = VideoRun.prepared(settings, folder, display, partly=until is not None)
+        outputs = None if until else run.outputs(f"{_short_name(run)}{_seed(run)}.mp4")
+        with _begun(run, outputs.asked if outputs else "") as kept:
+            videos, report = run.make(outputs, started, kept, until)
+    _show(command, run, report, videos)
 
 
-def encode_run(settings: Settings, started: float) -> None:
-    """Run upstream's code up to the first call of a denoiser.
-
-    Raises:
-        TpuportError: as of :func:`generate_videos`.
-    """
-    assert settings.run_dir is not None
-    with Display(signals.check) as display:
-        run = VideoRun.prepared(settings, find(settings, display), display, partly=True)
-        with _begun(run, "") as kept:
-            _, report = run.make(None, started, kept, StageName.ENCODE)
-    _show("encode", run, report, [], settings.run_dir)
-
-
-def run_stage(settings: Settings, started: float, stage: StageName) -> None:
-    """Run a stage of a run that was begun, as its folder says.
-
-    Decode writes the videos.
-
-    Raises:
-        ArtifactError: the stage before is not finished, or the run cannot go on here.
-        TpuportError: as of :func:`generate_videos`.
-    """
-    assert settings.run_dir is not None
-    decodes = stage == StageName.DECODE
-    with Display(signals.check) as display, _opened(settings, display) as (run, kept):
-        if before := [*StageName][: [*StageName].index(stage)]:
-            kept.check_finished(before[-1])
-        outputs = run.outputs(str(settings.run_dir / "video.mp4")) if decodes else None
-        until = None if decodes else stage
-        videos, report = run.make(outputs, started, kept, until)
-    _show(stage, run, report, videos, settings.run_dir)
-
-
-def resume_run(settings: Settings, started: float) -> None:
-    """Finish a run from where it is, and write its videos.
+def go_on_with_run(settings: Settings, started: float, stage: StageName | None) -> None:
+    """Run a stage of a run that was begun, as its folder says; or finish the run.
 
     Args:
         settings: with the run's folder, and where its videos go.
-
-    Raises:
-        ArtifactError: the run cannot go on here.
-        TpuportError: as of :func:`generate_videos`.
+        stage: ``None`` for all that is left; it and decode write the videos.
     """
-    assert settings.run_dir is not None
+    resumes, stages = stage is None, [*StageName]
     with (
         Display(signals.check) as display,
-        _opened(settings, display, resumes=True) as (run, kept),
+        _opened(settings, display, resumes=resumes) as (run, kept),
     ):
-        place = kept.record["out"] or str(settings.run_dir / "video.mp4")
-        videos, report = run.make(run.outputs(place), started, kept)
-    _show("resume", run, report, videos, settings.run_dir)
+        if stage is not None and stage != stages[0]:
+            kept.check_finished(stages[stages.index(stage) - 1])
+        place = kept.record["out"] if resumes else ""
+        outputs = None
+        if stage in (None, StageName.DECODE):
+            outputs = run.outputs(place or str(kept.path / "video.mp4"))
+        until = stage if outputs is None else None
+        videos, report = run.make(outputs, started, kept, until)
+    _show("resume" if stage is None else stage, run, report, videos)
 
 
 @contextlib.contextmanager
@@ -148,7 +114,7 @@ def _own_folder(run: VideoRun, record: Record, stack: contextlib.ExitStack) -> P
     assert run.settings.cache_dir is not None
     about = {**record, "out": "", "source": ""}  # wherever they are
     digest = hashlib.sha256(canonical(about)).hexdigest()[:12]
-    name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}-{digest}"
+    name = f"{_short_name(run)}-{digest}"
     for number in itertools.count(1):
         own = name if number == 1 else f"{name}-{number}"
         folder = run.settings.cache_dir / "runs" / own
@@ -190,11 +156,7 @@ def _opened(
 
 
 def _check_same(kept: PipelineRun, run: VideoRun) -> None:
-    """Refuse to go on with other weights, files or versions.
-
-    Raises:
-        ArtifactError: what differs.
-    """
+    """Refuse to go on with other weights, files or versions."""
     now, then = _record(run), kept.record
     if sorted(now["inputs"].values()) != sorted(then["inputs"].values()):
         raise ArtifactError(
@@ -223,8 +185,8 @@ def _record(run: VideoRun, out: str = "") -> Record:
 
 def _has_weights(folder: PipelineFolder, name: str) -> bool:
     place = folder.folder / name
-    files = [*place.glob("*.safetensors")]
-    return bool(files) or not (place / "config.json").exists()
+    config = place / "config.json"
+    return any(place.glob("*.safetensors")) or not config.exists()
 
 
 def _absolute(name: str) -> str:
@@ -232,11 +194,7 @@ def _absolute(name: str) -> str:
 
 
 def _keep_inputs(kept: PipelineRun, run: VideoRun) -> None:
-    """Copy the images and videos that a run starts from into its folder.
-
-    Raises:
-        WriteError: a copy cannot be written.
-    """
+    """Copy the images and videos that a run starts from into its folder."""
     for name in run.inputs:
         place = _copy_of(kept, _absolute(name))
         if not place.exists():
@@ -275,10 +233,6 @@ def _asked_again(kept: PipelineRun, settings: Settings, *, resumes: bool) -> Set
 
     Args:
         resumes: also how the run was run so far.
-
-    Raises:
-        UsageError: a flag that the run settles is another one.
-        ArtifactError: the run's own settings are not usable.
     """
     asked = dict(kept.record["asked"])
     dtype = asked.get("dtype")
@@ -292,7 +246,7 @@ def _asked_again(kept: PipelineRun, settings: Settings, *, resumes: bool) -> Set
     else:
         asked = {name: v for name, v in asked.items() if name not in _OF_A_STAGE}
     try:
-        given = read_again({n: _with_inputs(kept, v) for n, v in asked.items()})
+        given = typed(Settings, {n: _with_inputs(kept, v) for n, v in asked.items()})
     except (UsageError, AttentionError) as error:
         raise ArtifactError(
             f"{kept.path / RUN_FILE}: {error}; begin the run again in another folder"
@@ -312,15 +266,10 @@ def _with_inputs(kept: PipelineRun, value: Any) -> Any:
     return value if same else str(_copy_of(kept, value))
 
 
-def _show(
-    command: str,
-    run: VideoRun,
-    report: RunReport,
-    videos: list[Video],
-    run_dir: Path | None,
-) -> None:
+def _show(command: str, run: VideoRun, report: RunReport, videos: list[Video]) -> None:
     """The end of a command."""
     settings = run.settings
+    run_dir = settings.run_dir
     document = {
         "command": command,
         "pipeline": run.folder.class_name,
@@ -336,6 +285,10 @@ def _show(
     if not videos and run_dir is not None:
         written = [run_dir]
     show_results(document, report, written, as_json=settings.json, file=settings.report)
+
+
+def _short_name(run: VideoRun) -> str:
+    return run.folder.class_name.removesuffix("Pipeline").lower()
 
 
 def _seed(run: VideoRun) -> str:

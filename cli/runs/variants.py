@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.cache_folder import cache_folder
-from tpuport.cli.asked.environment import import_libraries
+from tpuport.cli.asked.environment import cache_folder, import_libraries
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.size_class import class_of_size
 from tpuport.cli.shown.output import say
@@ -31,12 +30,6 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
 
     Args:
         weights: of a variant are wanted; without, its configs are enough.
-
-    Raises:
-        UnknownModelError: no plugin has the name, or the plugin no such variant.
-        UsageError: a variant of weights that no plugin is for.
-        PluginError: the configs of the variant cannot be read.
-        WeightsError: the folder has no index, or the cache folder cannot be written.
     """
     if settings.weights == DEMO:
         settings = replace(settings, weights=None)
@@ -104,11 +97,7 @@ def _made(
 
 
 def _variant(settings: Settings, plugin: ModelPlugin) -> tuple[str, Published]:
-    """The variant asked for; by default the first one for the image or video given.
-
-    Raises:
-        UsageError: the variant is for no class that takes the image or video.
-    """
+    """The variant asked for; by default the first one for the image or video given."""
     name, published = plugin.variant(settings.variant)
     given = [f for f in ("image", "video") if getattr(settings, f) is not None]
     fitting = [(name, published)]

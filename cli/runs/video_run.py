@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
-from tpuport.cli.asked.cache_folder import cache_folder
-from tpuport.cli.asked.environment import import_libraries
+from tpuport.cli.asked.environment import cache_folder, import_libraries
 from tpuport.cli.asked.noise import read_noise
-from tpuport.cli.asked.outputs import check_report, outputs_of
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checks import (
+    PipelineCall,
     check_attention_here,
-    check_call,
-    check_executables,
-    check_host_memory,
     check_inspection,
-    check_mesh,
     check_on_host,
-    check_step_cache,
-    check_target,
     check_vae,
-    placed_here,
-    with_batch,
-    with_dtype,
-    with_host,
-    with_mesh,
+    upstreams_errors,
 )
 from tpuport.cli.runs.size_class import sized
-from tpuport.cli.runs.taped_call import TapedCall
-from tpuport.cli.shown.output import say
-from tpuport.core.enums import Backend, Blocks, StageName, denoises
+from tpuport.cli.shown.output import check_report, say
+from tpuport.core.enums import Blocks, StageName, denoises
 from tpuport.core.files.folders import check_folder
-from tpuport.core.files.outputs import Outputs, Video, VideoFiles
+from tpuport.core.files.outputs import Outputs, Video, VideoFiles, plan_outputs
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
     Reporter,
@@ -55,6 +44,7 @@ from tpuport.plugins import plugin_for
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
     from tpuport.core.drive.step_caches import StepCaches
+    from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.call_arguments import Made
     from tpuport.core.pipelines.folder import PipelineFolder
     from tpuport.core.run.inspection import Inspection
@@ -106,30 +96,39 @@ class Again:
     files: tuple[Path, ...] = ()
 
 
-@dataclass
-class VideoRun:
+@dataclass(kw_only=True)
+class VideoRun(PipelineCall):
     """One pipeline, what it is asked for, and what it made.
 
     Attributes:
-        arguments: keywords of every call.
+        placed: the mesh.
         inputs: the digests of images and videos that are read, by file.
         digests: of the frames of each video.
         patches: what became of each patch.
         calls: of modules, by name: of how many programs.
         blocks: those in place, which a plugin may have.
         again: what a replay makes again; ``None`` for what the settings ask for.
+        pipeline, journal, load, caches, inspection: while the pipeline is open: the
+            pipeline, what is noted of its calls, what gives a component its weights
+            before it is called, the step cache, and what looks at the calls.
+        kept: the run's folder; ``None`` to keep nothing.
+        until: the stage to end with.
     """
 
-    settings: Settings
-    folder: PipelineFolder
-    reporter: Reporter
-    arguments: dict[str, Any]
+    placed: PlacedMesh
     inputs: dict[str, str]
-    digests: list[str]
-    patches: list[dict[str, Any]]
-    calls: dict[str, int]
+    digests: list[str] = field(default_factory=list)
+    patches: list[dict[str, Any]] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
     blocks: Blocks = Blocks.UPSTREAM
     again: Again | None = None
+    pipeline: Any = field(init=False)
+    journal: Journal = field(init=False)
+    load: Callable[[str], None] = field(init=False)
+    caches: StepCaches | None = None
+    inspection: Inspection | None = None
+    kept: PipelineRun | None = None
+    until: StageName | None = None
 
     @classmethod
     def prepared(
@@ -146,9 +145,6 @@ class VideoRun:
         Args:
             again: what a replay makes again.
             partly: some components are not called, and their weights may be missing.
-
-        Raises:
-            UsageError, WeightsError, MeshError: what is wrong.
         """
         from tpuport.core.pipelines.call_arguments import arguments_of
 
@@ -159,29 +155,30 @@ class VideoRun:
         check_inspection(settings)
         settings = sized(settings, folder, reporter)
         arguments = arguments_of(folder, settings)
-        settings = with_host(settings, folder)
-        check_vae(settings, folder)
-        check_on_host(settings, folder)
-        folder.check_packages(arguments)
-        folder = folder.fetched(reporter)
-        folder.check_components(weights=not partly)
-        settings = with_mesh(settings, folder, arguments, reporter)
-        placed = placed_here(settings, reporter)
-        check_target(settings, folder, placed)
-        settings = with_dtype(settings, placed)
-        settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
-        settings = with_batch(settings, folder, placed)
-        check_host_memory(settings, folder)
-        if not partly and again is None:
-            check_call(settings, folder, arguments, reporter)
-        check_mesh(settings, folder, placed, arguments, reporter)
-        check_step_cache(settings, folder, placed, arguments, reporter)
-        if settings.executables is not None:
-            check_executables(settings, folder, placed, reporter)
-        inputs = {name: file_digest(Path(name)) for name in _files(settings)}
-        return cls(
-            settings, folder, reporter, arguments, inputs, [], [], {}, again=again
+        call = PipelineCall(
+            settings=settings, folder=folder, reporter=reporter, arguments=arguments
         )
+        call.settle_host()
+        check_vae(call.settings, folder)
+        check_on_host(call.settings, folder)
+        folder.check_packages(arguments)
+        call.folder = folder.fetched(reporter)
+        call.folder.check_components(weights=not partly)
+        call.settle_mesh()
+        placed = call.placed_here()
+        if not call.by_upstream:
+            call.target(placed, Reporter())  # refuses a layout that is none
+        call.settle_dtype(placed)
+        call.settle(cache_dir=cache_folder(settings.cache_dir))
+        call.settle_batch(placed)
+        call.check_host_memory()
+        if not partly and again is None:
+            call.check_inputs()
+        call.check_mesh(placed)
+        call.check_step_cache(placed)
+        call.check_executables(placed)
+        inputs = {name: file_digest(Path(name)) for name in _files(call.settings)}
+        return cls(**vars(call), placed=placed, inputs=inputs, again=again)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -190,7 +187,7 @@ class VideoRun:
         return {
             "backend": settings.backend,
             "dtype": settings.dtype,
-            "mesh": str(targets.place_for_port(settings.mesh).spec),
+            "mesh": str(self.placed.spec),
             "attention": str(settings.attention),
             "on_host": list(settings.on_host),
             "blocks": settings.blocks,
@@ -230,7 +227,7 @@ class VideoRun:
         count = 1 if self.again is not None else len(self.videos())
         read = [Path(name).expanduser() for name in self.inputs]
         read += self.again.files if self.again else ()
-        outputs = outputs_of(self.settings, name, count, inputs=read)
+        outputs = _outputs(self.settings, name, count, read)
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
@@ -251,6 +248,7 @@ class VideoRun:
             kept: the run's folder: what is in it is not done again.
             until: the stage to end with.
         """
+        self.kept, self.until = kept, until
         self.reporter.say(self._in_words())
         if until is not None and kept is not None and kept.finished(until):
             self.reporter.say(f"{until}: finished in {kept.path}, reused")
@@ -262,7 +260,7 @@ class VideoRun:
             )
         late = until is not None or bool(kept and kept.begun)
         with contextlib.ExitStack() as stack:
-            opened = stack.enter_context(self.opened(late=late))
+            stack.enter_context(self.opened(late=late))
             files = None
             if outputs is not None:
                 files = stack.enter_context(VideoFiles(outputs, self.fps))
@@ -274,129 +272,139 @@ class VideoRun:
                         which = " and ".join(str(n + 1) for n in numbers)
                         what = f"video {which} of {count}"
                         told.enter_context(self.reporter.timed(what))
-                        opened.journal.reporter = Reporter()
-                    one = replace(opened, kept=kept, index=call, until=until)
-                    made, reports = self.made(one)
+                        self.journal.reporter = Reporter()
+                    made, reports = self.made(call)
                     stages += reports
-                    if one.inspection is not None:
-                        for line in one.inspection.lines(reports):
+                    if self.inspection is not None:
+                        for line in self.inspection.lines(reports):
                             self.reporter.say(line)
                     if made is not None:
                         self._write(numbers, made, files)
             report = self.report(stages, time.perf_counter() - started)
-            videos = [] if files is None else files.publish(self._describer(report))
+            describe = functools.partial(self._sidecar, report)
+            videos = [] if files is None else files.publish(describe)
         return videos, report
 
-    def _pipeline(self, *, late: bool) -> tuple[Any, Callable[[str], None]]:
-        """The pipeline, and what loads the weights of a component that is called."""
-        from tpuport.core.arrays import torch_dtype
-        from tpuport.core.drive.late_weights import LateWeights
-
-        dtype = torch_dtype(str(self.settings.dtype))
-        if not late:
-            return self.folder.load(dtype, self.reporter), lambda name: None
-        weights = LateWeights(self.folder, dtype, self.reporter)
-        return weights.pipeline, weights.load
-
     @contextlib.contextmanager
-    def opened(self, *, late: bool = False) -> Iterator[TapedCall]:
-        """The pipeline with its weights, ported while the block lasts.
+    def opened(self, *, late: bool = False) -> Iterator[None]:
+        """Load the pipeline with its weights; it is ported while the block lasts.
 
         Args:
             late: read the weights of a component when it is called.
         """
-        pipeline, load = self._pipeline(late=late)
-        pipeline.set_progress_bar_config(disable=True)
-        with self._ported(pipeline) as (journal, caches):
-            inspection = self._inspection(journal)
-            yield TapedCall(
-                *(self.settings, self.how, self.reporter, pipeline, journal, load),
-                caches=caches,
-                inspection=inspection,
-            )
+        from tpuport.core.arrays import torch_dtype
+        from tpuport.core.drive.late_weights import LateWeights
+        from tpuport.core.drive.step_caches import standing, step_caches
+        from tpuport.core.seam.journal import Journal
+        from tpuport.core.seam.ported import port_pipeline, seam_of, unport
 
-    def _inspection(self, journal: Journal) -> Inspection | None:
+        settings, reporter = self.settings, self.reporter
+        dtype = torch_dtype(str(settings.dtype))
+        if late:
+            weights = LateWeights(self.folder, dtype, reporter)
+            self.pipeline, self.load = weights.pipeline, weights.load
+        else:
+            self.pipeline = self.folder.load(dtype, reporter)
+            self.load = lambda name: None
+        self.pipeline.set_progress_bar_config(disable=True)
+        target = None if self.by_upstream else self._target()
+        self.journal, seam = Journal(reporter), None
+        with contextlib.ExitStack() as stack:
+            if settings.step_cache is not None:
+                self.caches = step_caches(self.pipeline, settings.step_cache, target)
+                stack.enter_context(standing(self.caches.modules.values()))
+            if target is not None:
+                port_pipeline(self.pipeline, target, settings.on_host, reporter)
+                stack.callback(unport, self.pipeline)
+                seam = seam_of(self.pipeline)
+                self.journal = seam.journal
+            self.inspection = self._inspection()
+            yield
+            if seam is not None:
+                self.patches = seam.patches()
+                self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
+
+    def _target(self) -> Target:
+        given = (self.folder.class_name, self.placed, self.settings, self.reporter)
+        target = targets.claimed_target(*given)
+        self.blocks = target.blocks
+        return replace(target, built=targets.executables_for(*given))
+
+    def _inspection(self) -> Inspection | None:
         """What looks at the calls of modules, if something was asked for."""
         from tpuport.core.run.inspection import Inspection
 
         asked = self.settings
         if not (asked.memory_report or asked.profile or asked.no_jit):
             return None
-        if asked.backend == Backend.DIFFUSERS:
+        if self.by_upstream:
             say("--memory-report, --profile and --no-jit: not for upstream's code")
             return None
         return Inspection(
-            journal,
-            targets.place_for_port(asked.mesh).mesh.devices.flat,
+            self.journal,
+            self.placed.mesh.devices.flat,
             memory=asked.memory_report,
             profile=asked.profile,
             calls=asked.profile_calls or PROFILED_CALLS,
             op_by_op=asked.no_jit,
         )
 
-    @contextlib.contextmanager
-    def _ported(self, pipeline: Any) -> Iterator[tuple[Journal, StepCaches | None]]:
-        from tpuport.core.seam.journal import Journal
-        from tpuport.core.seam.ported import port_pipeline, seam_of, unport
-
-        settings = self.settings
-        if settings.backend == Backend.DIFFUSERS:
-            with self._cached(pipeline) as caches:
-                yield Journal(self.reporter), caches
-            return
-        placed = targets.place_for_port(settings.mesh)
-        name = self.folder.class_name
-        target = targets.claimed_target(name, placed, settings, self.reporter)
-        built = targets.executables_for(name, placed, settings, self.reporter)
-        self.blocks = target.blocks
-        target = replace(target, built=built)
-        with self._cached(pipeline, target) as caches:
-            port_pipeline(pipeline, target, settings.on_host, self.reporter)
-            seam = seam_of(pipeline)
-            try:
-                yield seam.journal, caches
-                self.patches = seam.patches()
-                self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
-            finally:
-                unport(pipeline)
-
-    @contextlib.contextmanager
-    def _cached(
-        self, pipeline: Any, target: Target | None = None
-    ) -> Iterator[StepCaches | None]:
-        """In this block the denoisers can be called with a step cache, if asked for."""
-        from tpuport.core.drive.step_caches import standing, step_caches
-
-        if self.settings.step_cache is None:
-            yield None
-            return
-        caches = step_caches(pipeline, self.settings.step_cache, target)
-        with standing(caches.modules.values()):
-            yield caches
-
-    def made(self, one: TapedCall) -> tuple[Made | None, list[StageReport]]:
-        """One video, and the reports of its stages; ``None`` for a stage before it.
-
-        Raises:
-            TpuportError: upstream fails, or a frame is NaN.
-        """
+    def made(self, index: int) -> tuple[Made | None, list[StageReport]]:
+        """What a call makes, and the reports of its stages; ``None`` before decode."""
         import torch
 
-        from tpuport.core.files.frames import FrameChecks, measure
+        from tpuport.core.files.frames import check_frames
         from tpuport.core.pipelines.call_arguments import as_arrays, made_of
 
-        numbers = self.together()[one.index]
+        numbers = self.together()[index]
         given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
         torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
-        output, reports = one.called(given)
-        if one.until is not None:
+        output, reports = self.called(given, index)
+        if self.until is not None:
             return None, reports
-        made = made_of(output, one.pipeline)
-        checks = FrameChecks()
+        made = made_of(output, self.pipeline)
         for number, frames in zip(numbers, made.frames, strict=False):
-            checks.add(number, frames[None].shape, measure(frames[None]))
-        checks.check()
+            check_frames(number, frames)
         return made, reports
+
+    def called(
+        self, given: dict[str, Any], index: int
+    ) -> tuple[Any, list[StageReport]]:
+        """What upstream returns, and the reports of the stages that were run.
+
+        The tape of the call is in the run's folder, if there is one.
+        """
+        from tpuport.core.drive.checkpoints import Checkpoints
+        from tpuport.core.drive.driving import called, tape_of
+
+        inspection, every = self.inspection, self.settings.checkpoint_every
+        with contextlib.ExitStack() as stack:
+            tape = checkpoints = None
+            if self.kept is not None:
+                folder = self.kept.tapes[index]
+                before = folder.read()
+                folder.begin(self.how, before)
+                tape = tape_of(self.pipeline, given, before, self.until)
+                checkpoints = stack.enter_context(
+                    Checkpoints(tape, folder, every, self.reporter)
+                )
+            try:
+                with upstreams_errors(type(self.pipeline).__name__):
+                    how: dict[str, Any] = {"caches": self.caches}
+                    if inspection is not None:
+                        how["around"] = inspection.around
+                    backend = self.settings.backend
+                    run = (self.pipeline, given, self.journal, backend, tape)
+                    output, drive = called(*run, before_live=self.load, **how)
+            except BaseException as error:
+                if inspection is not None and (text := inspection.text()):
+                    error.add_note(text)
+                raise
+            if checkpoints is not None and self.until is not None:
+                checkpoints.finish()
+        if inspection is None:
+            return output, drive.reports
+        return output, inspection.ended(drive.reports)
 
     def _own(self, numbers: Sequence[int]) -> dict[str, Any]:
         """The keywords of a call that are its videos' own; several are in lists."""
@@ -417,9 +425,10 @@ class VideoRun:
         }
         noise = read_noise(self.settings.latents)
         if noise is not None:
-            of_all = noise.for_videos(max(len(self.videos()), len(noise.tensor)))
             first = numbers[0] + (self.again.noise if self.again else 0)
-            given["latents"] = of_all[first : first + len(numbers)]
+            if len(noise) == 1:  # one serves all
+                noise, first = noise.repeat(len(numbers), 1, 1, 1, 1), 0
+            given["latents"] = noise[first : first + len(numbers)]
         return given
 
     def _write(
@@ -435,58 +444,55 @@ class VideoRun:
         asked, found = self.settings.num_frames, len(made.frames[0])
         if asked is not None and asked != found and numbers[0] == 0:
             say(f"{self.folder.class_name} made {plural(found, 'frame')}, not {asked}")
+        sound = made.sound
+        silent = files is not None and files.outputs.kind not in SOUNDING
+        if files is not None and silent and sound is not None:
+            say(f"the sound is left out: .{files.outputs.kind} holds none")
+            sound = None
         wanted = numbers if self.again is None else numbers[self.again.video :][:1]
         for number in wanted:
             frames = made.frames[number - numbers[0]]
             self.digests.append(frames_digest(frames))
             if files is not None:
-                files.take(number - wanted[0] * bool(self.again), frames[None])
-        if files is None or made.sound is None:
-            return
-        if files.outputs.kind in SOUNDING:
-            files.sound(numbers[0], made.sound, made.rate)
-        else:
-            say(f"the sound is left out: .{files.outputs.kind} holds none")
+                place = number - wanted[0] * bool(self.again)
+                files.writers[place].write(frames, sound, made.rate)
 
-    def _describer(self, report: RunReport) -> Any:
+    def _sidecar(
+        self, report: RunReport, index: int, output: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the sidecar of a video says."""
         from tpuport.core.pipelines import sidecar
 
-        settings = self.settings
+        settings, digest = self.settings, self.digests[index]
+        how: Any = self.how
         flags = {n: getattr(settings, n) for n in _FLAGS}
         if settings.step_cache is not None:
             flags["step_cache"] = str(settings.step_cache)
-
-        def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
-            number = index + (self.again.video if self.again else 0)
-            call = next(c for c in self.together() if number in c)
-            videos = [self.videos()[n] for n in call]
-            request: sidecar.Request = {
-                "prompts": [prompt for prompt, _ in videos],
-                "negative_prompts": [settings.negative_prompt] * len(videos),
-                "seeds": [[seed for _, seed in videos]],
-                "flags": {n: v for n, v in flags.items() if v is not None},
-                "options": dict(settings.options),
-            }
-            how: Any = self.how
-            digest = self.digests[index]
-            return sidecar.describe(
-                *(self.folder, request, how, self.inputs, digest, report, output),
-                video=number - call[0],
-                noise=call[0] + (self.again.noise if self.again else 0),
-            )
-
-        return describe
+        number = index + (self.again.video if self.again else 0)
+        call = next(c for c in self.together() if number in c)
+        videos = [self.videos()[n] for n in call]
+        request: sidecar.Request = {
+            "prompts": [prompt for prompt, _ in videos],
+            "negative_prompts": [settings.negative_prompt] * len(videos),
+            "seeds": [[seed for _, seed in videos]],
+            "flags": {n: v for n, v in flags.items() if v is not None},
+            "options": dict(settings.options),
+        }
+        return sidecar.describe(
+            *(self.folder, request, how, self.inputs, digest, report, output),
+            video=number - call[0],
+            noise=call[0] + (self.again.noise if self.again else 0),
+        )
 
     def report(self, stages: list[Any], seconds: float) -> RunReport:
         from tpuport.core.drive.driving import merged
 
-        placed = targets.place_for_port(self.settings.mesh)
-        devices = list(placed.mesh.devices.flat)
+        devices = list(self.placed.mesh.devices.flat)
         return RunReport(
             model=self.folder.class_name,
             weights=self.folder.checkpoint.reference,
             platform=str(devices[0].platform),
-            mesh=str(placed.spec),
+            mesh=str(self.placed.spec),
             devices=len(devices),
             dtype=str(self.settings.dtype),
             blocks=self.blocks,
@@ -495,17 +501,6 @@ class VideoRun:
             peak_host_bytes=peak_host_bytes(),
             peak_device_bytes=peak_device_bytes(devices),
         )
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """Size, frames and steps; what was not given is upstream's default."""
-        from tpuport.core.pipelines.call_arguments import default_of
-
-        names = ("width", "height", "num_frames", "num_inference_steps")
-        return {
-            name: getattr(self.settings, name) or default_of(self.folder, name)
-            for name in names
-        }
 
     def _in_words(self) -> str:
         """What will be made."""
@@ -525,25 +520,36 @@ class VideoRun:
 def _check_files(
     settings: Settings, folder: PipelineFolder, again: Again | None
 ) -> None:
-    """Refuse files that cannot be read or written, before anything is fetched.
-
-    Raises:
-        UsageError, OutputError, ArtifactError: which one.
-    """
+    """Refuse files that cannot be read or written, before anything is fetched."""
     count = max(len(settings.prompt), 1) * len(settings.seed)
     noise = read_noise(settings.latents)
     if noise is not None:
         if "latents" not in folder.all_parameters:
             raise UsageError(f"--latents: {folder.class_name} takes none")
-        if again is None:
-            noise.for_videos(count)
+        if again is None and len(noise) not in (1, count):
+            raise UsageError(
+                f"{settings.latents} holds the noise of {len(noise)} videos, and "
+                f"{count} are asked for; give one, or {count}"
+            )
     files = again.files if again is not None else ()
     if settings.out is not None:
-        outputs_of(settings, "", 1 if again is not None else count, inputs=files)
+        _outputs(settings, "", 1 if again is not None else count, files)
     if settings.report is not None:
         check_report(settings.report, [*settings.inputs(), *files])
     if settings.run_dir is not None:
         check_folder("--run-dir", settings.run_dir)
+
+
+def _outputs(
+    settings: Settings, default: str, count: int, read: Sequence[Path]
+) -> Outputs:
+    return plan_outputs(
+        default if settings.out is None else settings.out,
+        count,
+        inputs=[*settings.inputs(), *read],
+        overwrite=settings.overwrite,
+        report=settings.report,
+    )
 
 
 def _files(settings: Settings) -> list[str]:

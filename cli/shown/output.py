@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from tpuport.core.files.atomic import (
     missing,
     remove_empty,
 )
+from tpuport.core.files.folders import check_folder
+from tpuport.core.files.outputs import check_no_input
 from tpuport.core.reports import RunReport, memory_sources, memory_table
+from tpuport.errors import UsageError
 
 
 def say(text: str) -> None:
@@ -35,18 +38,28 @@ def print_json(document: Any) -> None:
 _BEGINNING = b'{\n  "command": "'
 
 
-def is_report(file: Path) -> bool:
+def _is_report(file: Path) -> bool:
     """Whether a file is empty or a document of a command, which another may replace."""
     with file.open("rb") as opened:
         return opened.read(len(_BEGINNING)) in (b"", _BEGINNING)
 
 
-def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
-    """The one JSON document of a command: on stdout, in the file ``report``, or both.
+def check_report(file: Path, inputs: Sequence[Path]) -> None:
+    """Refuse a file for --report that cannot be written; creates nothing.
 
-    Raises:
-        ArtifactError: the file cannot be written.
+    Args:
+        inputs: the files that the command reads.
     """
+    if file.is_dir():
+        raise UsageError(f"--report {file}: is a folder; name a file")
+    check_folder("--report", file.parent)
+    check_no_input(file, inputs, "--report")
+    if file.is_file() and not _is_report(file):
+        raise UsageError(f"--report {file}: is there, and no report; name another file")
+
+
+def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
+    """The JSON document of a command: on stdout, in the file ``report``, or both."""
     if as_json:
         print_json(document)
     if report is not None:
@@ -72,9 +85,6 @@ def show_results(
     """The end of a run: the summary, its document, the files that were written.
 
     Where the videos are comes last, also where the document cannot be written.
-
-    Raises:
-        ArtifactError: the document cannot be written to ``file``.
     """
     print_summary(report)
     try:

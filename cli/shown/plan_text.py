@@ -31,33 +31,19 @@ def text(plan: Plan) -> str:
     meshes = list(_meshes(plan))
     if left := len(meshes[1 + SOME :]):
         meshes = [*meshes[: 1 + SOME], f"  and {left} more: --verbose"]
-    return "\n".join(
-        [
-            *_head(plan),
-            *meshes,
-            *_in_short(plan),
-            *_together(plan),
-            *(f"note: {note}" for note in notes[:SOME]),
-            "programs, attention, collectives, sharding: --verbose, or --report FILE",
-        ]
-    )
+    lines = [*_head(plan), *meshes, *_in_short(plan), *_together(plan)]
+    lines += [f"note: {note}" for note in notes[:SOME]]
+    more = "programs, attention, collectives, sharding: --verbose, or --report FILE"
+    return "\n".join([*lines, more])
 
 
 def everything(plan: Plan) -> str:
     """All that is known of a plan, a few lines a subject."""
-    return "\n".join(
-        [
-            *_head(plan),
-            *_meshes(plan),
-            *_memory(plan),
-            *_times(plan),
-            *_attention(plan),
-            *_convolutions(plan),
-            *_collectives(plan),
-            *_sharding(plan),
-            *(f"note: {note}" for note in dict.fromkeys(plan.notes)),
-        ]
-    )
+    subjects = [_head, _meshes, _memory, _times, _attention, _convolutions]
+    subjects += [_collectives, _sharding]
+    lines = [line for subject in subjects for line in subject(plan)]
+    lines += [f"note: {note}" for note in dict.fromkeys(plan.notes)]
+    return "\n".join(lines)
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -108,24 +94,15 @@ def _meshes(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     yield f"memory per {_device(plan)}:"
-    rows: list[tuple[str, ...]] = [
-        ("program", "weights", "inputs", "activations", "code", "resident", "total")
-    ]
+    names = ("weights", "inputs", "temporaries", "code", "resident", "total")
+    rows = [["program", *names]]
+    rows[0][3] = "activations"
     for program in plan.programs:
-        memory = program.memory
-        sizes = (
-            memory.weights,
-            memory.inputs,
-            memory.temporaries,
-            memory.code,
-            memory.resident,
-            memory.total,
-        )
-        row = [_name(program), *map(bytes_text, sizes)]
+        sizes = [bytes_text(getattr(program.memory, name)) for name in names]
         if program.error:
             # Refused by the compiler, which tells one figure for all but weights.
-            row[2] = row[4] = "-"
-        rows.append(tuple(row))
+            sizes[1] = sizes[3] = "-"
+        rows.append([_name(program), *sizes])
     yield from _figures(rows)
 
 
@@ -199,27 +176,18 @@ def _stage(stage: StagePlan) -> Iterator[str]:
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
-    rows = [("program", "kind", "axis", "count", "bytes", "time", "waited for")]
+    head = ("program", "kind", "axis", "count", "bytes", "time", "waited for")
+    rows = []
     for program in plan.programs:
-        if program.account is None:
-            continue
-        for use in program.account.collectives():
-            rows.append(
-                (
-                    _name(program),
-                    use.kind,
-                    use.axis or "-",
-                    str(use.count),
-                    bytes_text(use.bytes),
-                    seconds_text(use.seconds),
-                    seconds_text(use.exposed_seconds),
-                )
-            )
-    if len(rows) == 1:
+        for use in program.account.collectives() if program.account else ():
+            times = map(seconds_text, (use.seconds, use.exposed_seconds))
+            about = (use.kind, use.axis or "-", str(use.count), bytes_text(use.bytes))
+            rows.append((_name(program), *about, *times))
+    if not rows:
         yield "collectives: none"
         return
     yield f"collectives of one call, per {_device(plan)}:"
-    yield from _figures(rows)
+    yield from _figures([head, *rows])
 
 
 def _attention(plan: Plan) -> Iterator[str]:
@@ -233,7 +201,9 @@ def _attention(plan: Plan) -> Iterator[str]:
     if calls:
         yield "attention calls, by what they run as:"
     for call, names in calls.values():
-        yield f"  {', '.join(names)}: {_implementation(call)}"
+        blocks = [f"{name} {size}" for name, size in call["blocks"].items()]
+        how = ", ".join([call["implementation"], *blocks])
+        yield f"  {', '.join(names)}: {how}"
         yield f"    {_shape(call)}"
         yield f"    {_split(call, plan.mesh.shape)}"
         yield f"    {call['reason']}"
@@ -251,11 +221,6 @@ def _convolutions(plan: Plan) -> Iterator[str]:
         yield f"  {', '.join(dict.fromkeys(names))}: {told}"
 
 
-def _implementation(record: Mapping[str, Any]) -> str:
-    blocks = [f"{name} {size}" for name, size in record["blocks"].items()]
-    return ", ".join([record["implementation"], *blocks])
-
-
 def _shape(record: Mapping[str, Any]) -> str:
     batch, heads, queries, width = record["query"]
     keys = record["key"][2]
@@ -263,16 +228,14 @@ def _shape(record: Mapping[str, Any]) -> str:
     if record["padded"] not in (None, queries):
         tokens += f" (padded to {record['padded']})"
     parts = [f"batch {batch}, {heads} heads of {width}", tokens, record["dtype"]]
-    if record["causal"]:
-        parts.append("causal")
-    if record["frame_tokens"]:
-        parts.append(f"frames of {record['frame_tokens']} see those before")
-    if record["key_lengths"]:
-        parts.append("each item with its own number of keys")
-    if record["window"]:
-        parts.append("window {},{}".format(*record["window"]))
-    if record["k_smooth"]:
-        parts.append("k_smooth")
+    words = {
+        "causal": "causal",
+        "frame_tokens": f"frames of {record['frame_tokens']} see those before",
+        "key_lengths": "each item with its own number of keys",
+        "window": "window {},{}".format(*(record["window"] or (0, 0))),
+        "k_smooth": "k_smooth",
+    }
+    parts += [told for name, told in words.items() if record[name]]
     return ", ".join(parts)
 
 
@@ -280,14 +243,9 @@ def _split(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     """Which axis splits what of a call."""
     batch, heads, tokens, _ = record["split"]
     joint = record["padded"] is not None
+    along = {"batch": batch, "heads": heads, "tokens" if joint else "queries": tokens}
     parts = [
-        f"{what} over {axis}={sizes[axis]}"
-        for what, axis in (
-            ("batch", batch),
-            ("heads", heads),
-            ("tokens" if joint else "queries", tokens),
-        )
-        if axis
+        f"{what} over {axis}={sizes[axis]}" for what, axis in along.items() if axis
     ]
     if not parts:
         return "not split"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call, good
+from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call
 from tests.processes import Once
 
 
@@ -71,13 +71,13 @@ def made(once: Once, folder: Path) -> Made:
     """``tpuport generate`` of two prompts by upstream's own code, kept in a folder."""
 
     def generate(place: Path) -> None:
-        ran = call(
+        ran = call.good(
             *("generate", "--weights", folder, *UPSTREAM, "--prompt", "a cat"),
             *("--seed", "7", "--run-dir", place / "run", "--out", place / "fox.gif"),
             *("--cache-dir", place / "cache", "--report", place / "new/report.json"),
             "--json",
         )
-        (place / "ran.json").write_text(json.dumps(asdict(good(ran))))
+        (place / "ran.json").write_text(json.dumps(asdict(ran)))
 
     place = once("generated", generate)
     return Made(Ran(**json.loads((place / "ran.json").read_text())), place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,23 +55,31 @@ class Made:
         return [Path(video["path"]) for video in self.ran.json["videos"]]
 
 
-Cli = Callable[..., Ran]
-
-
-def call(*args: str | Path) -> Ran:
+class Cli:
     """``tpuport ARGS`` in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        # What is said does not depend on how fast the machine is.
-        mock.patch.object(progress, "BEAT", 3600.0),
-    ):
-        code = main([str(arg) for arg in args])
-    return Ran(code, out.getvalue(), err.getvalue())
+
+    def __call__(self, *args: str | Path) -> Ran:
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            # What is said does not depend on how fast the machine is.
+            mock.patch.object(progress, "BEAT", 3600.0),
+        ):
+            code = main([str(arg) for arg in args])
+        return Ran(code, out.getvalue(), err.getvalue())
+
+    def good(self, *args: str | Path) -> Ran:
+        """A command that goes well."""
+        ran = self(*args)
+        assert ran.code == 0, ran.err
+        return ran
+
+    def refused(self, said: str, *args: str | Path, code: int = 2) -> Ran:
+        """A command that ends with a line that says so."""
+        ran = self(*args)
+        assert (ran.code, said in ran.last) == (code, True), ran.err
+        return ran
 
 
-def good(ran: Ran) -> Ran:
-    """A command that went well."""
-    assert ran.code == 0, ran.err
-    return ran
+call = Cli()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import CompileReport, Reporter
 
 
 class Heard(Reporter):
-    """Keeps what is said."""
+    """Keeps what is said, and what is reported of programs."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.reports: list[CompileReport] = []
 
     def say(self, text: str) -> None:
         self.lines.append(text)
 
     def compiling(self, stage: str, program: str) -> None:
         self.lines.append(f"compiling {stage}/{program}")
+
+    def compiled(self, report: CompileReport) -> None:
+        self.reports.append(report)
 
     def began(self, what: str) -> None:
         self.lines.append(f"{what} ...")

@@ -43,7 +43,7 @@ with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()
 print(json.dumps({
     "seen": seen,
     "help": "--colour" in shown.getvalue(),
-    "keyword": RunSettings.read({"colour": "green"}, named=str).colour,
+    "keyword": RunSettings.read({"colour": "green"}).colour,
 }))
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import TpuportError
@@ -153,8 +154,9 @@ def compiler_flags() -> tuple[str, ...]:
     try:
         from jax._src import cache_key
 
-        collected = _Collected()
-        cache_key._hash_xla_flags(collected, cache_key.get_flag_prefixes())
+        found: list[bytes] = []  # collected in place of a hash
+        hasher = SimpleNamespace(update=found.append)
+        cache_key._hash_xla_flags(hasher, cache_key.get_flag_prefixes())
     except (ImportError, AttributeError, TypeError) as error:
         import jax
 
@@ -162,15 +164,4 @@ def compiler_flags() -> tuple[str, ...]:
             f"jax {jax.__version__} does not tell its compiler flags as jax 0.10 does "
             f"({error}); run with --no-compile-cache"
         ) from error
-    return tuple(collected.texts)
-
-
-class _Collected:
-    """In place of a hash: keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def update(self, data: bytes) -> None:
-        """As ``hashlib``'s."""
-        self.texts.append(data.decode())
+    return tuple(text.decode() for text in found)

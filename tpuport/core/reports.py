@@ -155,13 +155,8 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        data = {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name != "stages"
-        }
         return {
-            **data,
+            **asdict(self),
             "warm": self.warm,
             "programs": self.programs,
             "stages": [stage.as_dict() for stage in self.stages],

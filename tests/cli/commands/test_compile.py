@@ -12,8 +12,12 @@ import pytest
 
 from tests.cli.tools import ASKED, Cli, call
 from tests.processes import run_python
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.planning import prepared
+from tpuport.core.enums import Place
 from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.programs.executable_files import read_entry
+from tpuport.core.reports import Reporter
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,6 +47,12 @@ def test_what_cannot_be_compiled_is_refused(
     assert message in ran.err
     assert ran.err.count("\n") == 1
     assert not Path("x").exists()
+
+
+def test_text_encoders_are_left_to_the_host_where_that_is_asked(folder: Path) -> None:
+    settings = Settings(weights=folder, encode_on=Place.HOST)
+    call = prepared(settings, ["encode"], Reporter())
+    assert call.settings.on_host == ("text_encoder",)
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +99,12 @@ def test_executables_for_absent_chips(absent: tuple[Any, Path]) -> None:
 def test_they_are_refused_by_name_on_this_machine(
     absent: tuple[Any, Path], folder: Path, cache: Path, tmp_path: Path
 ) -> None:
-    ran = call(
+    ran = call.refused(
+        "tpu",
         *("generate", "--weights", folder, *ASKED, "--mesh", "sp=4,tp=2"),
         *("--executables", absent[1], "--dtype", "bfloat16"),
         *("--cache-dir", cache, "--out", tmp_path / "v.mp4"),
+        code=1,
     )
-    assert ran.code == 1
-    assert "tpu" in ran.last
     assert str(absent[1]) in ran.last
     assert "loading" not in ran.err

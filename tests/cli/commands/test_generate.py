@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.cli.tools import ASKED, UPSTREAM, Cli, Made, good
+from tests.cli.tools import ASKED, UPSTREAM, Cli, Made
 from tests.core.files.videos import read_back
-from tpuport.cli.runs.taped_call import TapedCall
+from tpuport.cli.runs.video_run import VideoRun
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.errors import WriteError
@@ -121,7 +120,7 @@ def test_without_a_model_the_demo_is_made(cli: Cli) -> None:
     """Its folder is made once, and its variant gives defaults that flags replace."""
     asked = ("generate", "--prompt", "a fox", "--size", "96x64", "--frames", "9")
     asked = (*asked, "--steps", "2", "--backend", "diffusers", "--json")
-    ran = good(cli(*asked))
+    ran = cli.good(*asked)
     assert re.search("^cogvideox demo: ", ran.err, re.MULTILINE)
     assert ran.json["pipeline"] == "CogVideoXPipeline"
     sidecar = read_sidecar(Path(ran.json["videos"][0]["sidecar"]))
@@ -133,22 +132,6 @@ def test_without_a_model_the_demo_is_made(cli: Cli) -> None:
 # --- files
 
 
-def test_initial_latents_are_part_of_the_run(cli: Cli, folder: Path) -> None:
-    noise = torch.randn(1, 16, 2, 2, 4, generator=torch.Generator().manual_seed(1))
-    save_file({"noise": noise}, "noise.safetensors")
-    asked = ("generate", "--weights", folder, *UPSTREAM, "--run-dir", "r")
-    good(cli(*asked, "--latents", "noise.safetensors", "--out", "v.gif"))
-    other = cli(*asked, "--out", "v.gif")
-    assert other.code == 1
-    assert "latents" in other.last
-    # A replay reads the same file, and no other.
-    good(cli("replay", "v.gif.json"))
-    save_file({"noise": noise + 1}, "noise.safetensors")
-    changed = cli("replay", "v.gif.json")
-    assert changed.code == 1
-    assert "noise.safetensors" in changed.last
-
-
 def test_a_run_of_a_clip(cli: Cli) -> None:
     """No output replaces an input, and a replay wants the same file."""
     frames = np.random.default_rng(0).integers(0, 255, (9, 64, 96, 3), np.uint8)
@@ -158,15 +141,13 @@ def test_a_run_of_a_clip(cli: Cli) -> None:
     asked = ("generate", "--prompt", "a fox", "--video", "in.gif", "--strength", "0.5")
     asked = (*asked, "--size", "96x64", "--steps", "2", "--backend", "diffusers")
     for flags in (("--out", "in.gif"), ("--report", "in.gif")):
-        ran = cli(*asked, *flags, "--overwrite")
-        assert ran.code == 2
-        assert "in.gif, which the run reads" in ran.last
+        ran = cli.refused("in.gif, which the run reads", *asked, *flags, "--overwrite")
         assert "loading" not in ran.err
     assert Path("in.gif").read_bytes() == before
-    ran = good(cli(*asked, "--out", "v.gif"))
+    ran = cli.good(*asked, "--out", "v.gif")
     assert "making 1 video by CogVideoXVideoToVideoPipeline" in ran.err
     assert read_back("v.gif")[:3] == (9, 64, 96)
-    good(cli("replay", "v.gif"))
+    cli.good("replay", "v.gif")
     pictures[1].save("in.gif", save_all=True, append_images=pictures[2:], loop=0)
     changed = cli("replay", "v.gif")
     assert (changed.code, "in.gif: is not the file" in changed.last) == (1, True)
@@ -175,8 +156,8 @@ def test_a_run_of_a_clip(cli: Cli) -> None:
 def test_a_prompt_over_the_limit_is_warned_of(cli: Cli, folder: Path) -> None:
     asked = ("generate", "--weights", folder, *UPSTREAM[2:], "--out", "v.gif")
     said = "warning: a prompt has at least "
-    assert said not in good(cli(*asked, "--prompt", "panda fox")).err
-    ran = good(cli(*asked, "--prompt", "panda fox " * 200))
+    assert said not in cli.good(*asked, "--prompt", "panda fox").err
+    ran = cli.good(*asked, "--prompt", "panda fox " * 200)
     (line,) = (x for x in ran.err.splitlines() if x.startswith(said))
     assert line.endswith(" tokens, and WanPipeline reads the first 16")
 
@@ -187,12 +168,12 @@ def test_a_video_that_is_there_is_kept_unless_told_otherwise(
     decode = ("decode", "--run-dir", run, "--out", "fox.gif", "--json")
     decode = (*decode, "--backend", "diffusers", "--weights", folder)
     Path("fox-001.gif").write_text("mine")
-    ran = good(cli(*decode))
+    ran = cli.good(*decode)
     assert [v["path"] for v in ran.json["videos"]] == ["fox-000.gif", "fox-001-2.gif"]
     said = "fox-001.gif is there (--overwrite replaces it): the video goes to"
     assert f"{said} fox-001-2.gif" in ran.err.splitlines()
     assert Path("fox-001.gif").read_text() == "mine"
-    ran = good(cli(*decode, "--overwrite"))
+    ran = cli.good(*decode, "--overwrite")
     assert [v["path"] for v in ran.json["videos"]] == ["fox-000.gif", "fox-001.gif"]
     assert hash_output(Path("fox-001.gif")) == hash_output(Path("fox-001-2.gif"))
 
@@ -230,13 +211,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let every run end in an error after its last step."""
-    whole = TapedCall.called
+    whole = VideoRun.called
 
-    def called(self: TapedCall, *args: Any) -> Any:
+    def called(self: VideoRun, *args: Any) -> Any:
         whole(self, *args)
         raise error
 
-    monkeypatch.setattr(TapedCall, "called", called)
+    monkeypatch.setattr(VideoRun, "called", called)
 
 
 EVERY = (*UPSTREAM, "--checkpoint-every", "1")
@@ -259,7 +240,7 @@ def test_ctrl_c_keeps_what_is_finished(
     assert not Path("v.gif").exists()
     program, *args = command.split()
     assert program == "tpuport"
-    good(cli(*args))
+    cli.good(*args)
     assert read_back("v.gif")[:3] == (5, 16, 32)
     assert not kept.exists()
 
@@ -270,7 +251,7 @@ def test_ctrl_c_before_anything_is_kept_leaves_nothing(
     def called(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TapedCall, "called", called)
+    monkeypatch.setattr(VideoRun, "called", called)
     ran = cli("generate", "--weights", folder, *EVERY)
     assert ran.code == 130
     assert "run the same command again" in ran.last
@@ -280,10 +261,10 @@ def test_ctrl_c_before_anything_is_kept_leaves_nothing(
 def test_a_video_that_cannot_be_written_loses_nothing(
     cli: Cli, cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def append(*args: Any, **options: Any) -> None:
+    def write(*args: Any, **options: Any) -> None:
         raise WriteError("v.mp4: cannot be written: No space left on device")
 
-    monkeypatch.setattr("tpuport.core.files.outputs.VideoWriter.append", append)
+    monkeypatch.setattr("tpuport.core.files.outputs.VideoWriter.write", write)
     ran = cli("generate", "--weights", folder, *EVERY, "--out", "v.mp4")
     assert ran.code == 1
     assert "error: v.mp4: cannot be written: No space left" in ran.err
@@ -312,10 +293,7 @@ def test_an_unexpected_error_is_one_line(
 
 @pytest.mark.parametrize(
     ("value", "said", "out"),
-    [
-        (float("nan"), "NaN", "v.gif"),
-        (0.0, "all 5 frames are black", "frames/"),
-    ],
+    [(float("nan"), "NaN", "v.gif"), (0.0, "all 5 frames are black", "frames/")],
 )
 def test_a_video_that_is_refused_gets_no_name(
     cli: Cli,
@@ -387,15 +365,16 @@ def test_bad_input_is_refused_in_one_line(
 
 
 def test_no_prompt_and_no_weights_are_refused(cli: Cli, folder: Path) -> None:
-    ran = cli("generate", "--weights", folder, *ASKED[2:])
-    assert ran.code == 2
-    assert "--prompt" in ran.last
-    ran = cli("generate", *ASKED, "--weights", "./none")
-    assert ran.code == 2
-    assert "does not exist" in ran.last
-    ran = cli("generate", *ASKED, "--weights", "nobody/nothing")
-    assert ran.code == 1
-    assert "hub id 'nobody/nothing' is not in the cache" in ran.last
+    cli.refused("--prompt", "generate", "--weights", folder, *ASKED[2:])
+    cli.refused("does not exist", "generate", *ASKED, "--weights", "./none")
+    cli.refused(
+        "hub id 'nobody/nothing' is not in the cache",
+        "generate",
+        *ASKED,
+        "--weights",
+        "nobody/nothing",
+        code=1,
+    )
 
 
 def test_damaged_weights_are_refused(cli: Cli, copied: Path) -> None:
@@ -403,7 +382,12 @@ def test_damaged_weights_are_refused(cli: Cli, copied: Path) -> None:
     tensors = load_file(file)
     tensors["encoder.final_layer_norm.weight"] *= float("nan")
     save_file(tensors, file, {"format": "pt"})
-    ran = cli("generate", "--weights", copied, *UPSTREAM)
-    assert ran.code == 1
-    assert "holds NaN or infinite values" in ran.last
+    ran = cli.refused(
+        "holds NaN or infinite values",
+        "generate",
+        "--weights",
+        copied,
+        *UPSTREAM,
+        code=1,
+    )
     assert str(copied) in ran.last

@@ -11,29 +11,14 @@ import pytest
 
 from tests.cli.tools import Cli
 from tpuport.api import DEFAULT_MODEL
+from tpuport.core.spec.run_settings import COMMANDS
 
-COMMANDS = (
-    "generate",
-    "encode",
-    "denoise",
-    "decode",
-    "resume",
-    "replay",
-    "runs",
-    "bench",
-    "plan",
-    "compile",
-    "tune",
-    "patches",
-    "models",
-    "plugins",
-    "scan",
-    "check",
-    "new-model",
-    "doctor",
-)
-EVERY = (*COMMANDS, "bench attention", "runs clean")
-GROUPS = {"": {*COMMANDS}, "bench": {"attention"}, "runs": {"clean"}}
+EVERY = tuple(COMMANDS.values())
+GROUPS = {
+    "": {name for name in EVERY if " " not in name},
+    "bench": {"attention"},
+    "runs": {"clean"},
+}
 HEAVY = ("torch", "jax", "diffusers", "transformers", "numpy")
 
 _LIST_MODULES = """

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli, Ran, call
+from tests.processes import needs_libtpu
 from tpuport.cli.commands.tune import _teller
 from tpuport.core.cost import attention_cycles
 from tpuport.core.cost.attention_case import AttentionCase, Blocks
@@ -18,9 +19,6 @@ from tpuport.core.cost.attention_cycles import AttentionCost, attention_cost
 from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.cost.tile_search import Tried
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 TINY = ("--q-len", "300", "--kv-len", "500", "--heads", "2")
 SMALL = ("--q-len", "1000", "--kv-len", "2000", "--heads", "2")
 
@@ -59,8 +57,7 @@ def test_each_kernel_is_a_row_with_the_keys_scripts_rely_on(rows: Ran) -> None:
 @needs_libtpu
 def test_people_get_a_table(cli: Cli, folder: Path, rows: Ran) -> None:
     blocks = ("--blocks", "512/512/256")
-    ran = cli("bench", "attention", *SMALL, *blocks, "--cache-dir", folder)
-    assert ran.code == 0, ran.err
+    ran = cli.good("bench", "attention", *SMALL, *blocks, "--cache-dir", folder)
     lines = ran.out.splitlines()
     assert lines[0] == "v6e, head dim 64, 1000 x 2000, 2 heads"
     for line, row in zip(lines[3:5], rows.json, strict=True):
@@ -107,8 +104,7 @@ def test_tiles_that_were_found_for_another_kernel_are_said_to_be(
     }
     monkeypatch.setattr(block_table, "read_entries", lambda table: (entry,))
     asked = ("bench", "attention", *SMALL, "--kernel", "tpuport", "--json")
-    ran = cli(*asked, "--cache-dir", folder)
-    assert ran.code == 0, ran.err
+    ran = cli.good(*asked, "--cache-dir", folder)
     assert "were found for another form of the kernel" in ran.err
     # The table is where tiles come from when none are named.
     assert [row["blocks"] for row in ran.json] == ["512/512/256"]
@@ -157,11 +153,10 @@ def test_tune_writes_what_it_tried_to_the_table_it_is_given(
     cli: Cli, folder: Path, tmp_path: Path
 ) -> None:
     table = tmp_path / "blocks.json"
-    ran = cli(
+    ran = cli.good(
         *("tune", *TINY, "--limit", "2", "--cache-dir", folder, "--json"),
         *("--write", "--table", table),
     )
-    assert ran.code == 0, ran.err
     assert f"wrote {table}" in ran.err
     assert json.loads(table.read_text())["entries"] == [ran.json]
     assert len(ran.json["tried"]) == 2
@@ -174,18 +169,16 @@ def test_tune_writes_what_it_tried_to_the_table_it_is_given(
     assert cycles[best] == min(cycles.values())
     # Without --write nothing is written, and people get the candidates.
     before = table.read_bytes()
-    again = cli(
+    again = cli.good(
         *("tune", *TINY, "--limit", "2", "--cache-dir", folder, "--table", table)
     )
-    assert again.code == 0
     assert table.read_bytes() == before
     assert f"best: {best}, of 2 candidates; stopped at the limit" in again.out
     # All that the table has, searched anew: here the same, out of the cache.
-    anew = cli(
+    anew = cli.good(
         *("tune", "--again", "--cache-dir", folder, "--json"),
         *("--write", "--table", table),
     )
-    assert anew.code == 0, anew.err
     assert anew.json == [ran.json]
     assert table.read_bytes() == before
 

@@ -105,8 +105,7 @@ def test_doctor_reports_what_is_broken_and_goes_on(
 
     monkeypatch.setattr(doctor, "_torchax", broken)
     monkeypatch.setattr(doctor, "LOW_DISK", 2**60)
-    ran = cli("doctor", "--json")
-    assert ran.code == 0
+    ran = cli.good("doctor", "--json")
     assert ran.json["torchax"] is None
     assert "torchax: ImportError: no module named x" in ran.json["problems"]
     assert any("free for" in problem for problem in ran.json["problems"])
@@ -120,7 +119,6 @@ def test_doctor_reports_what_is_broken_and_goes_on(
 
 
 def test_doctor_works_before_there_is_a_cache_folder(cli: Cli, tmp_path: Path) -> None:
-    ran = cli("doctor", "--json", "--cache-dir", tmp_path / "not" / "there")
-    assert ran.code == 0
+    ran = cli.good("doctor", "--json", "--cache-dir", tmp_path / "not" / "there")
     assert ran.json["cache"]["bytes"] == {"compiled": 0, "demo": 0, "runs": 0}
     assert not (tmp_path / "not").exists()

@@ -87,8 +87,7 @@ def block(cli: Cli, name: str) -> str:
 
 
 def test_every_patch_and_override_of_every_model_is_listed_once(cli: Cli) -> None:
-    ran = cli("patches", "--json")
-    assert ran.code == 0
+    ran = cli.good("patches", "--json")
     entries = ran.json["patches"]
     found = [(e["kind"], e["name"], *e["targets"]) for e in entries]
     patches = {("patch", p.name, p.target) for some in LISTED.values() for p in some}
@@ -184,8 +183,7 @@ def test_patches_of_native_blocks_say_when_they_are_in_force(
     )
     # What one form always has is no patch of native blocks.
     install(toy(plain, native=(native, both)), toy(both, name="other"))
-    ran = cli("patches")
-    assert ran.code == 0
+    ran = cli.good("patches")
     assert ran.out.startswith("3 patches and ")
     assert "  in force  with --blocks native" in block(cli, "chip")
     for name in ("plain", "both"):
@@ -195,8 +193,7 @@ def test_patches_of_native_blocks_say_when_they_are_in_force(
     assert found == {"both": "", "plain": "", "chip": "native"}
     # It takes the place of what the port does to its target otherwise.
     install(toy(patch("mine"), native=(native,)))
-    ran = cli("patches")
-    assert ran.code == 0
+    ran = cli.good("patches")
     assert "  in force  with --blocks upstream" in block(cli, "mine")
     assert "  in force  with --blocks native" in block(cli, "chip")
     # Native ones are in force together, so two of one target cannot be.
@@ -288,8 +285,7 @@ def test_scan_says_what_does_not_port_and_what_covers_it(
 ) -> None:
     file = tmp_path / "model.py"
     file.write_text("import torch\n\n\ndef place(x):\n    return x.cuda()\n")
-    ran = cli("scan", file)
-    assert ran.code == 0, ran.err
+    ran = cli.good("scan", file)
     first, remedy, last = ran.out.splitlines()
     assert first == f"{file}:5: .cuda(): return x.cuda()"
     assert remedy == "    leave it out: tpuport places tensors"

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.cli.tools import Cli, good
+from tests.cli.tools import Cli
 from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
 
@@ -21,7 +21,7 @@ def altered(sidecar: Path, **changes: Any) -> Path:
 
 def test_a_replay_gives_the_same_frames(cli: Cli, cache: Path, sidecar: Path) -> None:
     """Also: the sidecar is found by its video, and what is replayed is said."""
-    ran = good(cli("replay", "fox.gif", "--out", "again.gif", "--json"))
+    ran = cli.good("replay", "fox.gif", "--out", "again.gif", "--json")
     assert ran.last.startswith("the same frames as fox.gif.json: ")
     assert ran.err.splitlines()[0] == "replaying fox.gif.json (WanPipeline, 'a cat')"
     assert ran.json["same"] is True
@@ -31,9 +31,7 @@ def test_a_replay_gives_the_same_frames(cli: Cli, cache: Path, sidecar: Path) ->
 
 
 def test_a_recording_elsewhere_is_not_fetched(cli: Cli) -> None:
-    ran = cli("replay", "https://example.com/fox.mp4")
-    assert ran.code == 2
-    assert "is an address; download it" in ran.last
+    cli.refused("is an address; download it", "replay", "https://example.com/fox.mp4")
 
 
 def test_other_frames_name_both_digests_and_what_changed(
@@ -61,16 +59,12 @@ def test_other_weights_are_refused_before_the_work(
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    ran = cli("replay", sidecar, "--weights", copied)
-    assert ran.code == 1
-    assert "vae is not what" in ran.last
+    ran = cli.refused("vae is not what", "replay", sidecar, "--weights", copied, code=1)
     assert "loading" not in ran.err
 
 
 def test_a_sidecar_that_is_no_sidecar_is_refused(cli: Cli, sidecar: Path) -> None:
-    ran = cli("replay", "none.json")
-    assert ran.code == 2
-    assert "is missing" in ran.last
+    ran = cli.refused("is missing", "replay", "none.json")
     Path("text.json").write_text("{")
     assert cli("replay", "text.json").code == 1
     Path("edited.json").write_text(sidecar.read_text().replace("a cat", "a dog"))
@@ -93,15 +87,13 @@ def test_a_sidecar_beside_another_video_is_refused(cli: Cli, sidecar: Path) -> N
     with Path("fox.mp4").open("ab") as file:
         file.write(b"!")
     for named in (sidecar, "fox.mp4", "fox"):
-        ran = cli("replay", named)
-        assert ran.code == 1
-        assert "fox.mp4: is not the video of fox.mp4.json" in ran.last
+        cli.refused(
+            "fox.mp4: is not the video of fox.mp4.json", "replay", named, code=1
+        )
 
 
 def test_a_replay_keeps_what_it_compares_with(cli: Cli, sidecar: Path) -> None:
     before = {file: file.read_bytes() for file in (sidecar, Path("fox.gif"))}
     for flags in (("--out", "fox.gif"), ("--report", sidecar), ("--report", "fox.gif")):
-        ran = cli("replay", "fox.gif", *flags, "--overwrite")
-        assert ran.code == 2
-        assert "which the run reads" in ran.last
+        cli.refused("which the run reads", "replay", "fox.gif", *flags, "--overwrite")
     assert {file: file.read_bytes() for file in before} == before

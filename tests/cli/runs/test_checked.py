@@ -68,8 +68,7 @@ def test_the_example_is_exact_on_one_device_and_on_a_mesh(
 ) -> None:
     """Over 10 s: a pipeline is compiled for two meshes."""
     install(EXAMPLE, "ltx", "toy_plugin")
-    ran = cli("check", "ltx", "--no-plan", "--json")
-    assert ran.code == 0, ran.err
+    ran = cli.good("check", "ltx", "--no-plan", "--json")
     told = ran.json
     assert told["good"]
     assert told["imports"] == []
@@ -101,8 +100,7 @@ def test_a_folder_with_few_weights_runs_as_it_is(
 
     monkeypatch.setattr(checked, "compare", lambda *_: [])
     folder = saved(made(all_examples()["LTXPipeline"])[0], tmp_path / "ltx")
-    ran = cli("check", folder, "--json")
-    assert ran.code == 0, ran.err
+    ran = cli.good("check", folder, "--json")
     assert ran.json["weights"] == str(folder)
     assert ran.json["unplanned"].startswith("no configs of a full size")
 
@@ -126,15 +124,12 @@ def test_a_plan_that_is_refused_is_told(
 
 
 def test_what_cannot_be_checked_is_refused(cli: Cli) -> None:
-    ran = cli("check", "./nothing", "--no-plan")
-    assert ran.code == 2
-    assert "nothing" in ran.last
+    cli.refused("nothing", "check", "./nothing", "--no-plan")
 
 
 @pytest.mark.parametrize("name", ["Wan", "CogVideoX", "Mochi"])
 def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> None:
-    ran = cli("new-model", "my-model", "--class", f"{name}Pipeline", "--json")
-    assert ran.code == 0, ran.err
+    ran = cli.good("new-model", "my-model", "--class", f"{name}Pipeline", "--json")
     told, package = ran.json, tmp_path / "my-model/tpuport_my_model"
     assert {"linear", "convolution"} <= told["changes"].keys()
     text = (package / "plugin.py").read_text()
@@ -175,12 +170,10 @@ def test_a_folder_stands_in_for_a_class_that_says_too_little(
             *("new-model", "mine", "--class", "WanPipeline", "--weights", folder)
         ).last
     )
-    ran = cli(*asked, "--weights", folder)
-    assert ran.code == 0, ran.err
+    cli.good(*asked, "--weights", folder)
     install(tmp_path / "my-ltx2", "my-ltx2", "tpuport_my_ltx2.plugin")
     monkeypatch.setattr(checked, "compare", lambda *_: [])
-    ran = cli("check", "my-ltx2", "--no-plan")
-    assert ran.code == 0, ran.err
+    cli.good("check", "my-ltx2", "--no-plan")
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,18 @@ import pytest
 
 from tests.pipelines.example import all_examples, made, saved
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.checks import default_mesh
+from tpuport.cli.runs.checks import PipelineCall
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
 
 PAIR, ALONG = MeshSpec(dp=2, sp=4), MeshSpec(sp=8)
+
+
+def call_of(folder: Any, arguments: dict[str, Any]) -> PipelineCall:
+    return PipelineCall(
+        settings=Settings(), folder=folder, reporter=Reporter(), arguments=arguments
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,13 +41,9 @@ def test_the_pair_of_a_guided_step_is_split(
 ) -> None:
     pipeline, asked = made(all_examples()[name])
     saved(pipeline, tmp_path / "pipeline")
-    heard = Reporter()
-    folder = PipelineFolder.find(str(tmp_path / "pipeline"), heard)
-    found = default_mesh(folder, jax.devices(), Settings(), asked | more, heard)
-    assert found == mesh
+    folder = PipelineFolder.find(str(tmp_path / "pipeline"), Reporter())
+    assert call_of(folder, asked | more).default_mesh(jax.devices()) == mesh
 
 
 def test_an_odd_number_of_devices_has_no_pair() -> None:
-    folder: Any = None  # it is not looked at
-    found = default_mesh(folder, jax.devices()[:3], Settings(), {}, Reporter())
-    assert found == MeshSpec(sp=3)
+    assert call_of(None, {}).default_mesh(jax.devices()[:3]) == MeshSpec(sp=3)

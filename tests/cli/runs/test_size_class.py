@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.cli.tools import UPSTREAM, Cli, good
+from tests.cli.tools import UPSTREAM, Cli
 from tests.core.files.videos import read_back
 from tests.pipelines.example import all_examples, made, saved
 from tpuport.cli.asked.settings import Settings
@@ -95,7 +95,7 @@ def test_the_side_of_a_token_is_upstreams(name: str, tmp_path: Path) -> None:
 def test_the_video_has_the_size(cli: Cli, folder: Path) -> None:
     asked = ("generate", "--weights", folder, *UPSTREAM[:2], *UPSTREAM[4:])
     flags = ("--resolution", "24", "--aspect-ratio", "9:16")
-    good(cli(*asked, *flags, "--out", "a.gif"))
+    cli.good(*asked, *flags, "--out", "a.gif")
     # Of 1024 pixels: sides of 24 and 43, in tokens of 16.
     assert read_back("a.gif")[:3] == (5, 48, 32)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import numpy as np
@@ -13,9 +12,9 @@ import torch
 
 import tpuport
 from tests.cli.tools import Cli
+from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made, run, saved
 from tpuport import targets
-from tpuport.core.reports import Reporter
 from tpuport.plugin import ModelPlugin, Module
 
 PLUGIN = ModelPlugin(
@@ -24,14 +23,6 @@ PLUGIN = ModelPlugin(
     modules={"vae": Module(split="space")},
     patches="tpuport.models.cogvideox.patches:PATCHES",
 )
-
-
-class Told(Reporter):
-    def __init__(self) -> None:
-        self.reports: list[Any] = []
-
-    def compiled(self, report: Any) -> None:
-        self.reports.append(report)
 
 
 def test_what_is_compiled_ahead_runs_and_is_upstreams(
@@ -46,11 +37,10 @@ def test_what_is_compiled_ahead_runs_and_is_upstreams(
     for file in bare.rglob("*.safetensors"):
         file.unlink()
     asked = ("--prompt", "a fox", "--size", "32x16", "--frames", "17", "--steps", "1")
-    compiled = cli(
+    compiled = cli.good(
         *("compile", "--weights", bare, *asked, "--mesh", "sp=2"),
         *("--option", "max_sequence_length=16", "--out", "built", "--json"),
     )
-    assert compiled.code == 0, compiled.err
     pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
     call = {
         "prompt": "a fox",
@@ -61,7 +51,7 @@ def test_what_is_compiled_ahead_runs_and_is_upstreams(
         "max_sequence_length": 16,
     }
     (expected,) = run(pipe, call)
-    told = Told()
+    told = Heard()
     with tpuport.ported(pipe, mesh="sp=2", executables="built", reporter=told):
         (found,) = run(pipe, call)
     assert np.abs(found - expected).max() < 1e-4

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.cli import tools
-from tests.cli.tools import Cli, good
+from tests.cli.tools import Cli
 from tests.measure.kills import kill
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
@@ -40,28 +40,34 @@ def test_stages_over_machines_make_the_video_of_one_run(
 ) -> None:
     """Each stage needs the weights that it calls; the run's folder may move."""
     seeds = ("--seed", "3,4")
-    good(cli("generate", "--weights", folder, *ASKED, *seeds, "--out", "one.gif"))
+    cli.good("generate", "--weights", folder, *ASKED, *seeds, "--out", "one.gif")
     first = without(folder, tmp_path / "first", "transformer", "vae")
-    ran = good(
-        cli("encode", "--weights", first, *ASKED, *seeds, "--run-dir", "a", "--json")
+    ran = cli.good(
+        "encode", "--weights", first, *ASKED, *seeds, "--run-dir", "a", "--json"
     )
     assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["encode"]
-    early = cli("decode", "--run-dir", "a", "--weights", folder)
-    assert early.code == 1
-    assert "the stage denoise is not finished; run `tpuport denoise" in early.last
+    cli.refused(
+        "the stage denoise is not finished; run `tpuport denoise",
+        "decode",
+        "--run-dir",
+        "a",
+        "--weights",
+        folder,
+        code=1,
+    )
     shutil.move("a", "b")
     second = without(folder, tmp_path / "second", "text_encoder", "vae")
-    ran = good(cli("denoise", "--run-dir", "b", "--weights", second, "--json"))
+    ran = cli.good("denoise", "--run-dir", "b", "--weights", second, "--json")
     assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["denoise"]
     third = without(folder, tmp_path / "third", "text_encoder", "transformer")
     last = ("decode", "--run-dir", "b", "--weights", third, "--out", "two.gif")
-    ran = good(cli(*last, "--json"))
+    ran = cli.good(*last, "--json")
     assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["decode"]
     ones, twos = sorted(Path().glob("one*.gif")), sorted(Path().glob("two*.gif"))
     assert len(ones) == len(twos) == 2
     for one, two in zip(ones, twos, strict=True):
         assert one.read_bytes() == two.read_bytes()
-    again = good(cli("denoise", "--run-dir", "b", "--weights", second))
+    again = cli.good("denoise", "--run-dir", "b", "--weights", second)
     assert "a step" not in again.err
 
 
@@ -71,8 +77,8 @@ def test_videos_are_made_together_where_rows_are_split(
     """Videos of one call, in stages too; a replay makes the call again."""
     prompts = ("--prompt", "a bird", "--prompt", "a cat")
     asked = ("--weights", folder, *ASKED, *prompts, "--seed", "3")
-    one_by_one = good(cli("generate", *asked, "--out", "one/", "--json")).json
-    ran = good(cli("generate", *asked, "--mesh", "dp=3", "--out", "both/", "--json"))
+    one_by_one = cli.good("generate", *asked, "--out", "one/", "--json").json
+    ran = cli.good("generate", *asked, "--mesh", "dp=3", "--out", "both/", "--json")
     assert "video 2" not in ran.err
     for one, both in zip(one_by_one["videos"], ran.json["videos"], strict=True):
         assert one["prompt"] == both["prompt"]
@@ -81,11 +87,11 @@ def test_videos_are_made_together_where_rows_are_split(
             for v in (one, both)
         ]
         assert np.abs(np.subtract(*frames)).max() <= 1
-    again = good(cli("replay", ran.json["videos"][1]["path"], "--out", "again.gif"))
+    again = cli.good("replay", ran.json["videos"][1]["path"], "--out", "again.gif")
     assert "the same frames as " in again.last
-    good(cli("encode", *asked, "--batch", "2", "--run-dir", "run"))
-    good(cli("denoise", "--run-dir", "run"))
-    staged = good(cli("decode", "--run-dir", "run", "--out", "staged/", "--json")).json
+    cli.good("encode", *asked, "--batch", "2", "--run-dir", "run")
+    cli.good("denoise", "--run-dir", "run")
+    staged = cli.good("decode", "--run-dir", "run", "--out", "staged/", "--json").json
     assert len(staged["videos"]) == 3
     assert len(list(Path("run").glob("video-*"))) == 2
 
@@ -101,22 +107,20 @@ def test_the_image_of_a_run_goes_with_its_folder(
     size = ("--size", "32x32", "--image", "start.png")
     plain = ("--backend", "diffusers")
     asked = ("--weights", folder, *ASKED[:2], *size, *ASKED[4:], *plain)
-    good(cli("generate", *asked, "--out", "one.gif"))
-    good(cli("encode", *asked, "--run-dir", "run"))
+    cli.good("generate", *asked, "--out", "one.gif")
+    cli.good("encode", *asked, "--run-dir", "run")
     Path("start.png").unlink()
-    good(cli("denoise", "--run-dir", "run", *plain))
-    good(cli("decode", "--run-dir", "run", "--out", "two.gif", *plain))
+    cli.good("denoise", "--run-dir", "run", *plain)
+    cli.good("decode", "--run-dir", "run", "--out", "two.gif", *plain)
     assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
 
 
 def test_memory_a_profile_and_op_by_op(cli: Cli, folder: Path) -> None:
     asked = ("generate", "--weights", folder, *ASKED)
-    plain = good(cli(*asked, "--out", "plain/", "--json")).json
-    ran = good(
-        cli(
-            *(*asked, "--memory-report", "--profile", "traces", "--profile-calls", "2"),
-            *("--out", "noted/", "--json"),
-        )
+    plain = cli.good(*asked, "--out", "plain/", "--json").json
+    ran = cli.good(
+        *(*asked, "--memory-report", "--profile", "traces", "--profile-calls", "2"),
+        *("--out", "noted/", "--json"),
     )
     assert "denoise  step 1" in ran.err
     stages = {one["stage"]: one for one in ran.json["report"]["stages"]}
@@ -125,7 +129,7 @@ def test_memory_a_profile_and_op_by_op(cli: Cli, folder: Path) -> None:
     assert all(one["devices"][0]["peak"] > 0 for one in noted)
     assert stages["denoise"]["profile"] == {"folder": "traces/denoise", "calls": 2}
     assert list(Path("traces/denoise").rglob("*.trace.json.gz"))
-    slow = good(cli(*asked, "--no-jit-stage", "denoise", "--out", "slow/", "--json"))
+    slow = cli.good(*asked, "--no-jit-stage", "denoise", "--out", "slow/", "--json")
     found = {one["stage"]: one for one in slow.json["report"]["stages"]}
     assert found["denoise"]["op_by_op"]
     assert not found["denoise"]["compiles"]
@@ -141,10 +145,10 @@ def test_memory_a_profile_and_op_by_op(cli: Cli, folder: Path) -> None:
 
 def test_upstreams_own_code_runs_in_stages_too(cli: Cli, folder: Path) -> None:
     asked = ("--weights", folder, *ASKED, "--backend", "diffusers")
-    good(cli("generate", *asked, "--out", "one.gif"))
-    good(cli("encode", *asked, "--run-dir", "run"))
-    good(cli("denoise", "--run-dir", "run"))
-    ran = good(cli("resume", "run", "--out", "two.gif"))
+    cli.good("generate", *asked, "--out", "one.gif")
+    cli.good("encode", *asked, "--run-dir", "run")
+    cli.good("denoise", "--run-dir", "run")
+    ran = cli.good("resume", "run", "--out", "two.gif")
     assert "going on with the run in run, after step 4" in ran.err
     assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
 
@@ -173,7 +177,7 @@ def test_a_run_that_was_ended_goes_on(
         return any(json.loads(tape.read_text())["stepped"] for tape in tapes)
 
     asked = ("generate", "--weights", str(folder), *LONG, "--out")
-    good(cli(*asked, "one.gif"))
+    cli.good(*asked, "one.gif")
     place = tmp_path / "place"
     place.mkdir()
     killed = kill((*asked, "fox.gif"), place, signum, cache=cache, ready=stepped)
@@ -186,9 +190,9 @@ def test_a_run_that_was_ended_goes_on(
         assert f"finished: {done}; kept in" in said
         assert f"Go on with: tpuport resume {run['id']}" in said
     if resumes:
-        good(cli("resume", run["id"]))
+        cli.good("resume", run["id"])
     else:
-        ran = good(cli(*asked, place / "fox.gif"))
+        ran = cli.good(*asked, place / "fox.gif")
         assert "going on with the run in" in ran.err
     assert (place / "fox.gif").read_bytes() == Path("one.gif").read_bytes()
     assert cli("runs", "--json").json["runs"] == []
@@ -198,7 +202,7 @@ def test_a_run_of_something_else_is_refused(
     cli: Cli, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ("--weights", copied, *ASKED, "--run-dir", "run")
-    good(cli("encode", *asked))
+    cli.good("encode", *asked)
 
     def refused(told: str, *command: str | Path) -> None:
         ran = cli(*command)
@@ -220,13 +224,11 @@ def test_a_run_of_something_else_is_refused(
 
 
 def test_a_torn_checkpoint_is_refused(cli: Cli, folder: Path) -> None:
-    good(cli("encode", "--weights", folder, *ASKED, "--run-dir", "run"))
+    cli.good("encode", "--weights", folder, *ASKED, "--run-dir", "run")
     (file,) = Path("run/video-0").glob("calls-*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     for command in (("denoise", "--run-dir", "run"), ("resume", "run")):
-        ran = cli(*command)
-        assert ran.code == 1
-        assert f"{file}: is torn" in ran.last
+        cli.refused(f"{file}: is torn", *command, code=1)
 
 
 def test_there_is_nothing_to_resume(cli: Cli, tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_there_is_nothing_to_resume(cli: Cli, tmp_path: Path) -> None:
 def test_another_number_of_frames_is_told(cli: Cli, folder: Path) -> None:
     """Upstream rounds the number that its autoencoder cannot make."""
     asked = ("--weights", folder, *ASKED[:4], "--frames", "6", *ASKED[6:])
-    ran = good(cli("generate", *asked, "--backend", "diffusers", "--out", "a.gif"))
+    ran = cli.good("generate", *asked, "--backend", "diffusers", "--out", "a.gif")
     assert "WanPipeline made 5 frames, not 6" in ran.err
 
 

@@ -19,16 +19,13 @@ def test_a_step_cache_is_recorded_replayed_and_that_of_stages(
     cli: Cli, folder: Path
 ) -> None:
     asked = ("--weights", folder, *ASKED, *CACHE)
-    ran = cli("generate", *asked, "--out", "one.gif", "--json")
-    assert ran.code == 0, ran.err
+    ran = cli.good("generate", *asked, "--out", "one.gif", "--json")
     assert ran.json["calls"]["transformer"] == 2
     flags = json.loads(Path("one.gif.json").read_text())["request"]["flags"]
     assert flags["step_cache"] == "taylorseer:start=1,interval=3,order=1"
-    again = cli("replay", "one.gif")
-    assert again.code == 0, again.err
+    cli.good("replay", "one.gif")
     for command in (("encode", *asked), ("denoise",), ("decode", "--out", "two.gif")):
-        ran = cli(*command, "--run-dir", "run")
-        assert ran.code == 0, ran.err
+        ran = cli.good(*command, "--run-dir", "run")
     assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
     other = cli("generate", *asked[:-1], "taylorseer", "--run-dir", "run")
     assert (other.code, "step_cache" in other.last) == (1, True)
@@ -36,8 +33,7 @@ def test_a_step_cache_is_recorded_replayed_and_that_of_stages(
 
 def test_a_step_cache_is_measured(cli: Cli, folder: Path) -> None:
     asked = ("--weights", folder, *SIZE, "--steps", "6", "--repeat", "1", "--quality")
-    ran = cli("bench", *asked, "--against", "diffusers", "--json")
-    assert ran.code == 0, ran.err
+    ran = cli.good("bench", *asked, "--against", "diffusers", "--json")
     prices = ran.json["step_caches"]
     assert [name.partition(":")[0] for name in prices] == ["deepcache", "taylorseer"]
     assert all(5 < price["psnr"] < 100 for price in prices.values())
@@ -53,24 +49,36 @@ def test_a_step_cache_is_refused_before_weights_are_read(
 
     latte = once("latte", write) / "pipeline"
     size = ("--size", "16x16", "--frames", "5", "--steps", "6")
-    ran = cli("generate", "--weights", latte, "--prompt", "a", *CACHE, *size)
-    assert ran.code == 2, ran.err
-    assert "transformer (LatteTransformer3DModel) has no place" in ran.last
-    ran = cli(
-        "generate", "--weights", folder, *ASKED[:-1], "2", *CACHE[:1], "deepcache"
+    ran = cli.refused(
+        "transformer (LatteTransformer3DModel) has no place",
+        "generate",
+        "--weights",
+        latte,
+        "--prompt",
+        "a",
+        *CACHE,
+        *size,
     )
-    assert ran.code == 2
-    assert "would cache none of 2 steps" in ran.last
+    ran = cli.refused(
+        "would cache none of 2 steps",
+        "generate",
+        "--weights",
+        folder,
+        *ASKED[:-1],
+        "2",
+        *CACHE[:1],
+        "deepcache",
+    )
     assert "loading" not in ran.err
 
 
 def test_both_programs_are_compiled_ahead(cli: Cli, folder: Path) -> None:
     asked = ("--weights", folder, *ASKED, *CACHE)
-    built = cli("compile", *asked, "--stage", "denoise", "--out", "built", "--json")
-    assert built.code == 0, built.err
+    built = cli.good(
+        "compile", *asked, "--stage", "denoise", "--out", "built", "--json"
+    )
     assert len(built.json["programs"]) == 2
     more = ("--executables", "built", "--no-compile-cache", "--out", "v.gif")
-    ran = cli("generate", *asked, *more, "--json")
-    assert ran.code == 0, ran.err
+    ran = cli.good("generate", *asked, *more, "--json")
     denoise = ran.json["report"]["stages"][1]
     assert [compiled["loaded"] for compiled in denoise["compiles"]] == [True, True]

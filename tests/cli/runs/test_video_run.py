@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import tpuport
 from tests.cli.tools import ASKED, UPSTREAM, Cli
 from tests.core.files.videos import read_back, sound_of
+from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.asked.settings import Settings
@@ -59,11 +60,10 @@ def pixels(folder: str | Path) -> np.ndarray:
 
 def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> None:
     """Also: the mesh is used, and the sidecar makes the frames again."""
-    ran = cli(
+    ran = cli.good(
         *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
         *("--mesh", "dp=1,sp=2", "--out", "frames/"),
     )
-    assert ran.code == 0, ran.err
     assert "making 2 videos by WanPipeline: 32x16, 5 frames at 10 fps" in ran.err
     assert len(ran.err.splitlines()) <= 20
     document = ran.json
@@ -74,8 +74,7 @@ def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> N
     for video, seed in zip(document["videos"], (3, 4), strict=True):
         frames = upstream(**CALL, generator=drawn(seed)).frames[0]
         assert np.abs(pixels(video["path"]) - np.rint(frames * 255)).max() <= 1
-    again = cli("replay", document["videos"][1]["path"], "--out", "again.gif")
-    assert again.code == 0, again.err
+    again = cli.good("replay", document["videos"][1]["path"], "--out", "again.gif")
     assert "the same frames as " in again.last
     assert read_back("again.gif")[:3] == (5, 16, 32)
 
@@ -84,12 +83,11 @@ def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> Non
     """Noise from a file, another scheduler, an encoder on the host; and a replay."""
     noise = torch.randn(2, 16, 2, 2, 4, generator=torch.Generator().manual_seed(9))
     save_file({"noise": noise}, "noise.safetensors")
-    ran = cli(
+    ran = cli.good(
         *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
         *("--latents", "noise.safetensors", "-o", "scheduler=UniPCMultistepScheduler"),
         *("--encode-on", "host", "--vae-tiling", "on", "--out", "frames/"),
     )
-    assert ran.code == 0, ran.err
     document = ran.json
     assert "text_encoder" not in document["calls"]
     upstream = upstreams(folder)
@@ -100,8 +98,7 @@ def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> Non
     frames = upstream(**CALL, latents=noise[1:]).frames[0]
     place = document["videos"][1]["path"]
     assert np.abs(pixels(place) - np.rint(frames * 255)).max() <= 1
-    again = cli("replay", place)
-    assert again.code == 0, again.err
+    again = cli.good("replay", place)
     assert "the same frames as " in again.last
 
 
@@ -226,11 +223,11 @@ def test_programs_that_were_compiled_ahead_run(
     for file in bare.rglob("*.safetensors"):
         file.unlink()
     on = ("--mesh", "sp=2")
-    made = cli("compile", "--weights", bare, *ASKED, *on, "--out", "built", "--json")
-    assert made.code == 0, made.err
+    made = cli.good(
+        "compile", "--weights", bare, *ASKED, *on, "--out", "built", "--json"
+    )
     run = ("generate", "--weights", folder, *ASKED, "--seed", "3", "--json")
-    ran = cli(*run, *on, "--executables", "built", "--out", "built.gif")
-    assert ran.code == 0, ran.err
+    ran = cli.good(*run, *on, "--executables", "built", "--out", "built.gif")
     report = ran.json["report"]
     programs = [one for stage in report["stages"] for one in stage["compiles"]]
     assert "arithmetic" in {one["stage"] for one in programs}
@@ -256,7 +253,7 @@ def test_programs_that_were_compiled_ahead_run(
 def loaded_from_python(folder: Path, built: str) -> int:
     """How many programs ``port(executables=...)`` loads; none is compiled."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
-    told = Told()
+    told = Heard()
 
     def video() -> Any:
         return pipe(**CALL, generator=drawn(3)).frames[0]
@@ -269,16 +266,6 @@ def loaded_from_python(folder: Path, built: str) -> int:
     return len(told.reports)
 
 
-class Told(Reporter):
-    """Keeps what is reported of programs."""
-
-    def __init__(self) -> None:
-        self.reports: list[Any] = []
-
-    def compiled(self, report: Any) -> None:
-        self.reports.append(report)
-
-
 def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
     """Its guidance is a component; what a call takes are the inputs of its blocks."""
 
@@ -287,18 +274,14 @@ def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
 
     folder = once("wan-blocks", write) / "pipeline"
     run = ("generate", "--weights", folder, *ASKED, "--guidance", "3", "--seed", "3")
-    ran = cli(*run, "--mesh", "sp=2", "--out", "frames/", "--json")
-    assert ran.code == 0, ran.err
+    cli.good(*run, "--mesh", "sp=2", "--out", "frames/", "--json")
     upstream = diffusers.ModularPipeline.from_pretrained(folder)
     upstream.load_components(local_files_only=True)
     upstream.update_components(guider=type(upstream.guider)(guidance_scale=3.0))
     (frames,) = upstream(**CALL, generator=drawn(3), output="videos")
     assert np.abs(pixels("frames") - np.rint(np.asarray(frames) * 255)).max() <= 1
-    again = cli("replay", "frames")
-    assert again.code == 0, again.err
-    ran = cli(*run, "--option", "max_length=3")
-    assert ran.code == 2
-    assert "did you mean max_sequence_length" in ran.last
+    cli.good("replay", "frames")
+    cli.refused("did you mean max_sequence_length", *run, "--option", "max_length=3")
 
 
 def test_a_list_that_is_a_setting_of_blocks_is_whole(tmp_path: Path) -> None:
@@ -320,12 +303,11 @@ def test_a_pipeline_of_blocks_makes_a_video_with_upstreams_sound(
         saved(made(all_examples()["LTX2ModularPipeline"])[0], folder / "pipeline")
 
     folder = once("ltx-2-blocks", write) / "pipeline"
-    ran = cli(
+    cli.good(
         *("generate", "--weights", folder, "--backend", "diffusers", "--steps", "1"),
         *("--prompt", "a fox", "--size", "32x32", "--frames", "5", "--out", "fox.mp4"),
         *("--option", "max_sequence_length=32", "--seed", "3"),
     )
-    assert ran.code == 0, ran.err
     upstream = diffusers.ModularPipeline.from_pretrained(folder)
     upstream.load_components(local_files_only=True)
     expected = upstream(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from diffusers.image_processor import VaeImageProcessor
 
-from tpuport.core.files.frames import FrameChecks, measure, to_uint8
+from tpuport.core.files.frames import check_frames, to_uint8
 from tpuport.errors import VideoError
 
 
@@ -47,14 +47,6 @@ def test_bytes_are_rounded_and_clipped() -> None:
     assert to_uint8(frames).tolist() == [0, 0, 0, 1, 128, 255, 255, 255]
     every = np.arange(256, dtype=np.uint8)
     assert np.array_equal(to_uint8(every.astype(np.float32) / 255), every)
-    assert to_uint8(every) is every
-
-
-def test_nan_and_other_integers_have_no_bytes() -> None:
-    with pytest.raises(VideoError, match="NaN or infinite"):
-        to_uint8(np.array([0.5, np.nan], np.float32))
-    with pytest.raises(VideoError, match="must be float or uint8, not int64"):
-        to_uint8(np.array([1]))
 
 
 def good() -> np.ndarray:
@@ -82,23 +74,23 @@ WORDS = {
 }
 
 
-def check(frames: np.ndarray, chunk: int = 6) -> None:
-    checks = FrameChecks()
-    for start in range(0, frames.shape[1], chunk):
-        part = frames[:, start : start + chunk]
-        checks.add(0, part.shape, measure(part))
-    checks.check()
+def check(frames: np.ndarray) -> None:
+    for index, video in enumerate(frames):
+        check_frames(index, video)
 
 
 @pytest.mark.parametrize("damage", WORDS)
-@pytest.mark.parametrize("chunk", [1, 2, 6])
-def test_chunks_are_refused_in_the_words_for_the_whole_video(
-    damage: Callable[[np.ndarray], None], chunk: int
-) -> None:
+def test_what_is_no_video_is_refused(damage: Callable[[np.ndarray], None]) -> None:
     frames = good()
+    check(frames)
     damage(frames)
     with pytest.raises(VideoError, match=WORDS[damage]):
-        check(frames, chunk)
+        check(frames)
+
+
+def test_no_frames_are_no_video() -> None:
+    with pytest.raises(VideoError, match=r"video 0: has no frames \(\[0, 8, 8, 3\]\)"):
+        check_frames(0, good()[0][:0])
 
 
 def test_colours_within_a_byte_are_one() -> None:
@@ -115,16 +107,5 @@ def test_colours_within_a_byte_are_one() -> None:
 def test_a_value_that_is_not_finite_is_found(bad: float) -> None:
     frames = good()
     frames[0, 2, 1, 1, 0] = bad
-    checks = FrameChecks()
-    checks.add(4, frames.shape, measure(frames))
     with pytest.raises(VideoError, match=r"video 4: 1 of \d+ values .* frame 2 on"):
-        checks.check()
-
-
-def test_good_chunks_pass_and_are_counted() -> None:
-    checks = FrameChecks()
-    for first in (0, 2):
-        for part in (good()[:, :1], good()[:, 1:]):
-            checks.add(first, part.shape, measure(part))
-    checks.check()
-    assert [checks._videos[video].frames for video in range(4)] == [6, 6, 6, 6]
+        check_frames(4, frames[0])

@@ -13,12 +13,7 @@ import pytest
 from tests.core.files.runs import NO_ROOM, failing
 from tests.core.files.videos import read_back
 from tpuport.core.files.fingerprint import hash_output
-from tpuport.core.files.outputs import (
-    Video,
-    VideoFiles,
-    check_no_input,
-    plan_outputs,
-)
+from tpuport.core.files.outputs import Video, VideoFiles, check_no_input, plan_outputs
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.video_file import VideoWriter
 from tpuport.errors import OutputError
@@ -29,10 +24,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def frames(value: int, count: int = 2) -> np.ndarray:
-    """[N, T, Y, X, 3] of two greys; a gif makes one frame of two that are alike."""
-    made = np.full((count, 2, 32, 32, 3), value, np.uint8)
-    made[:, 1] += 40
+def frames(value: int) -> np.ndarray:
+    """[T, Y, X, 3] of two greys; a gif makes one frame of two that are alike."""
+    made = np.full((2, 32, 32, 3), value / 255, np.float32)
+    made[1] += 40 / 255
     return made
 
 
@@ -43,7 +38,8 @@ def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
 def make(out: str, value: int, count: int = 1, **how: Any) -> list[Video]:
     """Videos that ``value`` tells apart."""
     with VideoFiles(plan_outputs(out, count, **how), 8) as files:
-        files.take(0, frames(value, count))
+        for index in range(count):
+            files.writers[index].write(frames(value), None, 0)
         return files.publish(describe)
 
 
@@ -64,13 +60,6 @@ def test_an_earlier_video_is_kept_and_said() -> None:
     )
 
 
-def test_each_of_several_names_is_free() -> None:
-    Path("fox-001.gif").touch()
-    Path("fox-001-2.gif.json").touch()
-    made = make("fox.gif", 10, count=2)
-    assert [str(v.path) for v in made] == ["fox-000.gif", "fox-001-3.gif"]
-
-
 def test_frames_of_an_earlier_run_are_replaced_and_those_of_others_kept() -> None:
     make("photos/", 10)
     assert [str(v.path) for v in make("photos/", 20)] == ["photos"]
@@ -83,18 +72,7 @@ def test_frames_of_an_earlier_run_are_replaced_and_those_of_others_kept() -> Non
     assert mine.exists()
 
 
-def test_a_name_taken_meanwhile_is_left_to_who_took_it() -> None:
-    outputs = plan_outputs("fox.gif", 1)
-    with VideoFiles(outputs, 8) as files:
-        files.take(0, frames(10))
-        Path("fox.gif").write_text("of another process")
-        (video,) = files.publish(describe)
-    assert video.path == Path("fox-2.gif")
-    assert video.data["output"]["file"] == "fox-2.gif"
-    assert Path("fox.gif").read_text() == "of another process"
-
-
-def test_a_name_taken_at_the_last_moment_is_left_too(
+def test_a_name_taken_meanwhile_is_left_to_who_took_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = VideoWriter.publish
@@ -107,6 +85,7 @@ def test_a_name_taken_at_the_last_moment_is_left_too(
     monkeypatch.setattr(VideoWriter, "publish", publish)
     (video,) = make("fox.gif", 10)
     assert video.path == Path("fox-2.gif")
+    assert video.data["output"]["file"] == "fox-2.gif"
     assert Path("fox.gif").read_text() == "of another process"
     assert not Path("fox.gif.json").exists()
 
@@ -204,7 +183,7 @@ def test_a_sidecar_that_cannot_be_written_leaves_no_video(
 @pytest.mark.parametrize("out", ["new/deep/v.gif", "new/deep/"])
 def test_a_run_that_fails_leaves_no_new_folders(out: str) -> None:
     with VideoFiles(plan_outputs(out, 2), 8) as files:
-        files.take(0, frames(0))
+        files.writers[0].write(frames(0), None, 0)
         assert Path("new/deep").is_dir()
     assert os.listdir() == []
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tpuport.core.files.sources import parse_aspect_ratio, read_image, read_video
+from tpuport.core.files.sources import read_image, read_video
+from tpuport.core.spec.kinds import aspect_ratio
 from tpuport.errors import UsageError
 
 
@@ -142,10 +143,10 @@ def test_unreadable_videos(tmp_path: Path) -> None:
 def test_an_aspect_ratio_is_width_to_height(
     text: str, ratio: tuple[float, float]
 ) -> None:
-    assert parse_aspect_ratio(text) == ratio
+    assert aspect_ratio(text) == ratio
 
 
 @pytest.mark.parametrize("text", ["16", "16:0", "0:9", "wide", "-16:9", "1:2:3", ""])
 def test_what_is_no_aspect_ratio(text: str) -> None:
-    with pytest.raises(UsageError, match="is not WIDTH:HEIGHT"):
-        parse_aspect_ratio(text)
+    with pytest.raises(ValueError, match="is not WIDTH:HEIGHT"):
+        aspect_ratio(text)

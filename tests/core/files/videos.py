@@ -14,11 +14,10 @@ from tpuport.core.files.video_file import VideoKind, VideoWriter
 
 
 def write_video(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames [T, Y, X, 3] as one video; a name without suffix is a folder."""
+    """Write bytes [T, Y, X, 3] as one video; a name without suffix is a folder."""
     writer = VideoWriter(path, kind_of(path), fps)
     try:
-        writer.append(frames)
-        writer.finish()
+        writer.write(frames.astype(np.float32) / 255, None, 0)
         writer.publish(path, replace=True)
     finally:
         writer.discard()

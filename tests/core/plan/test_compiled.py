@@ -100,7 +100,7 @@ place.mkdir()
 demo = get_model("cogvideox").variants["demo"]
 write_configs(place, demo.read(folder_of("cogvideox")))
 folder = PipelineFolder.find(str(place), quiet)
-settings = RunSettings.read({"dtype": "bfloat16", "attention": "reference"}, named=str)
+settings = RunSettings.read({"dtype": "bfloat16", "attention": "reference"})
 topology = parse_topology("v6e-4")
 
 def plan(mesh, **changes):

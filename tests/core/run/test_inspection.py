@@ -200,7 +200,10 @@ def test_every_call_is_noted_with_its_devices(tmp_path: Path) -> None:
         assert call["source"] == "planned"
         assert [device["device"] for device in call["devices"]] == ["cpu:0", "cpu:1"]
         assert call["devices"][0]["in_use"] > 0
-    assert inspection.text().startswith("memory until then:")
+    first, *_, row, last = inspection.text().splitlines()
+    assert first == "memory until then:"
+    assert row.split()[:3] == ["denoise", "step", "1-4"]
+    assert last.startswith("  planned: ")
     assert inspection.lines([report]) == []  # the summary has the table
     assert report.as_dict()["memory"] == report.memory
 
@@ -208,6 +211,7 @@ def test_every_call_is_noted_with_its_devices(tmp_path: Path) -> None:
 def test_what_was_not_asked_for_is_not_told(tmp_path: Path) -> None:
     _, report, inspection = inspected(tmp_path)
     assert (report.memory, report.profile, report.op_by_op) == ((), None, False)
+    assert inspection.text() == ""
     assert inspection.lines([report]) == []
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.mesh.device_memory import plan_of
-from tpuport.core.reports import memory_table
-from tpuport.core.run.memory_report import MemoryLog
+from tpuport.core.reports import CallMemory, memory_table
+from tpuport.core.run.memory_report import memory_after
 
 MIB = 2**20
 SQUARE = 512 * 512 * 4
@@ -35,14 +35,15 @@ def product() -> Any:
     return lowered.compile()
 
 
+def after(devices: Any, compiled: Any, call: int = 0) -> CallMemory:
+    return memory_after(devices, compiled, "denoise", "step", call)
+
+
 def test_what_the_backend_counts_is_told_as_it_is() -> None:
     devices = [Counted(0, 3 * MIB, 5 * MIB), Counted(1, 2 * MIB, 7 * MIB)]
-    log = MemoryLog(devices)
-    log.begins("denoise", "step")
-    log.ended("denoise", 0, "step", product())
+    first = after(devices, product())
     devices[1].stats["bytes_in_use"] = 4 * MIB
-    log.ended("denoise", 1, "step", product())
-    first, second = log.calls("denoise")
+    second = after(devices, product(), 1)
     assert first["source"] == second["source"] == "live"
     assert first["parts"] == {}
     assert first["devices"] == (
@@ -53,10 +54,7 @@ def test_what_the_backend_counts_is_told_as_it_is() -> None:
 
 
 def test_without_a_count_the_plan_of_the_program_stands_in() -> None:
-    log = MemoryLog(jax.devices()[:1])
-    log.begins("denoise", "step")
-    log.ended("denoise", 4, "step", product())
-    (call,) = log.calls("denoise")
+    call = after(jax.devices()[:1], product(), 4)
     assert call["source"] == "planned"
     assert call["parts"]["arguments"] == 2 * SQUARE
     assert call["parts"]["outputs"] == call["parts"]["shared"] == SQUARE
@@ -69,42 +67,21 @@ def test_without_a_count_the_plan_of_the_program_stands_in() -> None:
 
 
 def test_what_has_no_plan_is_unknown() -> None:
-    log = MemoryLog(jax.devices()[:1])
-    log.begins("decode", "chunk")
-    log.ended("decode", 0, "next", lambda *args: None)
-    (call,) = log.calls("decode")
+    call = after(jax.devices()[:1], lambda *args: None)
     assert (call["source"], call["devices"], call["parts"]) == ("unknown", (), {})
     assert plan_of(None) == {}
-    assert memory_table([("decode", "chunk", [call])])[1][-1] == "unknown"
+    assert memory_table([("denoise", "step", [call])])[1][-1] == "unknown"
 
 
 def test_calls_that_are_alike_make_one_line_of_their_fullest_device() -> None:
     devices = [Counted(n, 2 * MIB, 3 * 2**30) for n in range(4)]
-    log = MemoryLog(devices)
-    log.begins("denoise", "step")
+    calls = []
     for call in range(5):
         if call == 3:
             devices[2].stats["bytes_in_use"] = 9 * MIB
-        log.ended("denoise", call, "step", product())
+        calls.append(after(devices, product(), call))
     one = "tpu:2, fullest of 4"
-    assert memory_table([("denoise", "step", log.calls("denoise"))])[1:] == [
+    assert memory_table([("denoise", "step", calls)])[1:] == [
         ("denoise", "step 1-3", "step", "4 x tpu", "2.0 MiB", "3.00 GiB", "live"),
         ("denoise", "step 4-5", "step", one, "9.0 MiB", "3.00 GiB", "live"),
     ]
-
-
-def test_all_of_a_run_is_told_for_people() -> None:
-    log = MemoryLog(jax.devices()[:1])
-    assert log.text() == ""
-    for stage in ("encode", "denoise"):
-        log.begins(stage, "step")
-        for call in range(3):
-            log.ended(stage, call, "step", product())
-    lines = log.text().splitlines()
-    assert lines[0] == "memory until then:"
-    assert [line.split()[0] for line in lines[2:-1]] == ["encode", "denoise"]
-    assert "step 1-3" in log.text()
-    assert lines[-1].lstrip().startswith("planned: ")
-    # A stage that begins again tells of itself.
-    log.begins("denoise", "step")
-    assert "denoise" not in log.text()

@@ -28,7 +28,7 @@ def records(attention: str) -> dict[str, list[AttentionRecord]]:
     """How attention runs in the components of a pipeline."""
     pipeline, call = made(all_examples()["CogVideoXPipeline"])
     placed = targets.place_for_port(MeshSpec())
-    settings = RunSettings.read({"attention": attention}, named=str)
+    settings = RunSettings.read({"attention": attention})
     target = targets.general_target(placed, settings)
     found = rehearse(pipeline, target, {**call, "output_type": "latent"}, Reporter())
     return {one.name: list(one.attention) for one in found.programs if one.attention}

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 
 from tests.pipelines.example import all_examples, made
-from tpuport import api, plugins, targets
-from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.reports import Reporter
+from tpuport import api, plugins
 from tpuport.core.spec.model_plugin import Layout, ModelPlugin, Module, Published
-from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import PluginError, ShardingError
 from tpuport.plugin import NativeForm, Patch
 
@@ -80,14 +77,6 @@ def test_what_upstream_has_not_is_refused_when_a_pipeline_is_ported(
         api.port(pipeline, progress=False)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
-
-
-def test_generate_and_plan_refuse_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ask for the target of a pipeline's class before weights are read."""
-    install(monkeypatch, modules={"transfomer": Module()})
-    placed = targets.place_for_port(MeshSpec())
-    with pytest.raises(PluginError, match="transfomer"):
-        targets.claimed_target("LTXPipeline", placed, RunSettings(), Reporter())
 
 
 def test_a_native_form_may_be_a_function_that_makes_it() -> None:

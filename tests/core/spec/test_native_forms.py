@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import tpuport
 from tests.core.heard import Heard
 from tests.tolerances import TOLERANCES
 from tpuport.core.enums import Blocks
@@ -23,7 +22,6 @@ from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import port_module, seam_of
 from tpuport.core.spec.model_plugin import ModelPlugin, Module
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.errors import UsageError
 from tpuport.plugin import NativeForm, Patch, WeightTransform
 from tpuport.targets import general_target, place_for_port
 
@@ -101,11 +99,6 @@ def test_native_patches_come_on_top_of_what_always_holds() -> None:
     second = NativeForm(patches=(replace(PATCH, name="second"),))
     both = plugin(modules={"vae": Module(native=second)}).patches_with(Blocks.NATIVE)
     assert [patch.name for patch in both] == [PATCH.name, "second"]
-
-
-def test_an_unknown_name_lists_the_choices() -> None:
-    with pytest.raises(UsageError, match=r"'fast'.* native, upstream"):
-        tpuport.port(torch.nn.Linear(1, 1), blocks="fast")
 
 
 # --- a module with them

@@ -15,8 +15,8 @@ from tpuport.core.drive.tape_folder import TapeFolder
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import cannot_write
 from tpuport.core.files.run_record import PIPELINE_SCHEMA, RUN_FILE
-from tpuport.core.files.sealed_json import as_json, read_document, write_document
-from tpuport.core.files.settings_diff import differences, flatten
+from tpuport.core.files.sealed_json import read_document, write_document
+from tpuport.core.files.settings_diff import differences
 from tpuport.core.files.typed import checked
 from tpuport.errors import ArtifactError, MissingArtifactError
 
@@ -102,11 +102,10 @@ class PipelineRun:
             ArtifactError: what differs.
         """
         found: dict[str, Any] = dict(self.record)
-        now: dict[str, Any] = as_json(dict(record), "the run")
-        now |= {"source": found["source"], "out": found["out"]}
+        now: dict[str, Any] = {**record, "source": found["source"], "out": found["out"]}
         weights = {**now["weights"], **found["weights"]}
         found["weights"], now["weights"] = weights, {**weights, **now["weights"]}
-        different = differences(flatten(found, ""), flatten(now, ""))
+        different = differences(found, now)
         if different:
             if left := len(different[_NAMED:]):
                 different = [*different[:_NAMED], f"{left} more"]
@@ -119,8 +118,7 @@ class PipelineRun:
             self._write()
 
     def _write(self) -> None:
-        content = as_json(dict(self.record), "the run")
-        write_document(self.path / RUN_FILE, PIPELINE_SCHEMA, content)
+        write_document(self.path / RUN_FILE, PIPELINE_SCHEMA, self.record)
 
     @property
     def how(self) -> dict[str, Any]:

@@ -8,20 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from typing_extensions import TypedDict
-
 from tpuport.core.files.atomic import cannot_write, temporary_beside
 from tpuport.core.files.fingerprint import fingerprint_files
-from tpuport.core.files.typed import checked, read_json
+from tpuport.core.files.typed import read_json
 from tpuport.errors import ArtifactError, TpuportError, WeightsError
 
+#: What lies in a folder that was made to its end.
 _SEAL = "tpuport-demo.json"
-
-
-class Seal(TypedDict):
-    """What lies in a folder that was made to its end."""
-
-    fingerprint: str
 
 
 def made_once(
@@ -47,12 +40,14 @@ def _files(folder: Path) -> list[Path]:
 
 def _intact(folder: Path) -> bool:
     """Whether the folder is there and is what was made: the seal says."""
-    file, remedy = folder / _SEAL, "the folder is made again"
     try:
-        seal = checked(Seal, read_json(file, ArtifactError, remedy), file, remedy)
-        return seal["fingerprint"] == fingerprint_files(folder, _files(folder))
+        return bool(read_json(folder / _SEAL, ArtifactError, "") == _seal_of(folder))
     except (OSError, TpuportError):
         return False
+
+
+def _seal_of(folder: Path) -> dict[str, str]:
+    return {"fingerprint": fingerprint_files(folder, _files(folder))}
 
 
 def _make(make: Callable[[Path], None], folder: Path) -> None:
@@ -62,8 +57,7 @@ def _make(make: Callable[[Path], None], folder: Path) -> None:
         temporary = temporary_beside(folder)
         temporary.mkdir()
         make(temporary)
-        seal = {"fingerprint": fingerprint_files(temporary, _files(temporary))}
-        (temporary / _SEAL).write_text(json.dumps(seal) + "\n")
+        (temporary / _SEAL).write_text(json.dumps(_seal_of(temporary)) + "\n")
         if folder.is_dir():
             shutil.rmtree(folder)
         try:

@@ -21,7 +21,7 @@ from tpuport.core.files.video_file import (
 from tpuport.errors import OutputError
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +147,7 @@ class VideoFiles:
 
     def __init__(self, outputs: Outputs, fps: float) -> None:
         self.outputs = outputs
-        self._writers = [
-            VideoWriter(path, outputs.kind, fps) for path in outputs.wanted
-        ]
+        self.writers = [VideoWriter(path, outputs.kind, fps) for path in outputs.wanted]
 
     def __enter__(self) -> VideoFiles:
         return self
@@ -157,21 +155,8 @@ class VideoFiles:
     def __exit__(self, *error: object) -> None:
         # Without effect on those that were published. Last the first one, which made
         # the folders that they share.
-        for writer in reversed(self._writers):
+        for writer in reversed(self.writers):
             writer.discard()
-
-    def take(self, first: int, frames: np.ndarray) -> None:
-        """The next frames [B, F, Y, X, 3] of videos ``first`` on.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
-        for writer, part in zip(self._writers[first:], frames, strict=False):
-            writer.append(part)
-
-    def sound(self, index: int, samples: np.ndarray, rate: int) -> None:
-        """The sound of a video; see :meth:`VideoWriter.add_sound`."""
-        self._writers[index].add_sound(samples, rate)
 
     def publish(
         self, describe: Callable[[int, dict[str, Any]], Mapping[str, Any]]
@@ -187,27 +172,20 @@ class VideoFiles:
         Raises:
             OutputError: a file cannot be written.
         """
-        found = [writer.finish() for writer in self._writers]
-        made = []
-        for index, (sha256, size) in enumerate(found):
-            video = None
-            while video is None:
-                # Another process may take a name between the look and the rename.
-                with contextlib.suppress(FileExistsError):
-                    video = self._publish(index, sha256, size, describe)
-            made.append(video)
+        made: list[Video] = []
+        while len(made) < len(self.writers):
+            # Another process may take a name between the look and the rename.
+            with contextlib.suppress(FileExistsError):
+                made.append(self._publish(len(made), describe))
         return made
 
     def _publish(
-        self,
-        index: int,
-        sha256: str,
-        size: int,
-        describe: Callable[[int, dict[str, Any]], Mapping[str, Any]],
+        self, index: int, describe: Callable[[int, dict[str, Any]], Mapping[str, Any]]
     ) -> Video:
-        writer, kind = self._writers[index], self.outputs.kind
+        writer, kind = self.writers[index], self.outputs.kind
         replace = self.outputs.overwrite or kind == "png"
         path = free_output(writer.path, kind, overwrite=self.outputs.overwrite)
+        sha256, size = writer.digest
         output = {"file": path.name, "kind": kind, "sha256": sha256, "bytes": size}
         data = describe(index, output)
         sidecar = sidecar_path(path)

@@ -72,7 +72,10 @@ def _take(folder: Path) -> IO[str]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 file = closing.enter_context(lock.open("a+"))
-                if _locked(file, fcntl.LOCK_EX) and _same(file, lock):
+                # The path may name another file than the open one by now.
+                if _locked(file, fcntl.LOCK_EX) and os.path.samestat(
+                    os.fstat(file.fileno()), lock.stat()
+                ):
                     closing.pop_all()
                     return file
             except FileNotFoundError:
@@ -80,20 +83,13 @@ def _take(folder: Path) -> IO[str]:
             except OSError as error:
                 raise cannot_write(lock, error) from error
         if time.monotonic() > until:
-            raise _at_work(folder, holder(folder) or 0)
+            number = holder(folder)
+            who = f"process {number}" if number else "another process"
+            raise ArtifactError(
+                f"{folder}: {who} is at work in this run directory; wait until it has "
+                "ended, or use another one"
+            )
         time.sleep(_PATIENCE / 10)
-
-
-def _at_work(folder: Path, number: int) -> ArtifactError:
-    return ArtifactError(
-        f"{folder}: {f'process {number}' if number else 'another process'} is at work "
-        "in this run directory; wait until it has ended, or use another one"
-    )
-
-
-def _same(file: IO[str], path: Path) -> bool:
-    """Whether a path still names an open file."""
-    return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _sign(file: IO[str], folder: Path) -> None:

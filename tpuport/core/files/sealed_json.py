@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.files.atomic import atomic_write_bytes, one_line
+from tpuport.core.files.atomic import atomic_write_bytes
 from tpuport.core.files.typed import read_json
-from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
+from tpuport.errors import ArtifactError, MissingArtifactError
 
 #: Raised when the meaning of a field of any of them changes.
 SCHEMA_VERSION = 2
@@ -34,14 +34,6 @@ def canonical(value: Any) -> bytes:
         ensure_ascii=False,
         allow_nan=False,
     ).encode()
-
-
-def as_json(value: Any, what: str) -> Any:
-    """``value`` as it reads back from JSON (tuples become lists), or UsageError."""
-    try:
-        return json.loads(canonical(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{what} must be JSON: {one_line(error)}") from error
 
 
 def document_checksum(document: Mapping[str, Any]) -> str:
@@ -113,15 +105,8 @@ def sidecar_path(video: Path) -> Path:
 
 
 def sidecar_bytes(data: Mapping[str, Any]) -> bytes:
-    """The JSON that lies beside a video and says how it was made.
-
-    Raises:
-        UsageError: ``data`` is not JSON, or uses a key of the envelope ("schema",
-            "schema_version", "checksum").
-    """
-    if taken := [key for key in _ENVELOPE if key in data]:
-        raise UsageError(f"the key {', '.join(taken)} of a sidecar is tpuport's own")
-    return document_bytes(SIDECAR_SCHEMA, as_json(dict(data), "the sidecar"))
+    """The JSON that lies beside a video and says how it was made."""
+    return document_bytes(SIDECAR_SCHEMA, data)
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:

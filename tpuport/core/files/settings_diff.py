@@ -1,4 +1,4 @@
-"""Whether two sets of settings are the same request, and where they differ."""
+"""Where the records of two runs differ, in words."""
 
 from __future__ import annotations
 
@@ -9,50 +9,32 @@ from tpuport.core.files.sealed_json import canonical, show
 
 
 def differences(recorded: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """Every difference of two flat sets of settings, in words.
+    """Every difference of two nested mappings; names are dotted.
 
-    The model comes first, then prompts: a message names but some.
-
-    6 and 6.0 are one value; True and 1 are two.
+    Prompts come first, since a message names but some.
     """
-    keys = asked.keys() | recorded.keys()
+    here, there = _flat(recorded), _flat(asked)
+    keys = sorted(here.keys() | there.keys(), key=lambda k: ("prompt" not in k, k))
     return [
-        f"{key} is {_difference(recorded, asked, key)}, asked"
-        f" {_difference(asked, recorded, key)}"
-        for key in sorted(keys, key=_order)
-        if (key in asked) != (key in recorded)
-        or canonical(_plain_numbers(asked[key]))
-        != canonical(_plain_numbers(recorded[key]))
+        f"{key} is {_told(here, there, key)}, asked {_told(there, here, key)}"
+        for key in keys
+        if key not in here
+        or key not in there
+        or canonical(here[key]) != canonical(there[key])
     ]
 
 
-def _order(key: str) -> tuple[bool, bool, str]:
-    return key.startswith("settings."), "prompt" not in key, key
-
-
-def _plain_numbers(value: Any) -> Any:
-    """``value`` with 6.0 written as 6, so that the two compare equal."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_plain_numbers(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain_numbers(item) for key, item in value.items()}
-    return value
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "settings.") -> dict[str, Any]:
-    """Nested settings as one level of dotted names."""
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat
 
 
-def _difference(here: Mapping[str, Any], there: Mapping[str, Any], key: str) -> str:
+def _told(here: Mapping[str, Any], there: Mapping[str, Any], key: str) -> str:
     """One side of a difference; a long value is cut to where it starts to differ."""
     if key not in here:
         return "not set"

@@ -65,18 +65,6 @@ def read_video(name: str) -> list[Image]:
     return frames
 
 
-def parse_aspect_ratio(text: str) -> tuple[float, float]:
-    """(height, width) of ``"16:9"``, which is width to height.
-
-    Raises:
-        UsageError: of another form.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[:x/]\s*(\d+(?:\.\d+)?)\s*", str(text))
-    if match is None or not float(match[1]) or not float(match[2]):
-        raise UsageError(f"aspect ratio {text!r} is not WIDTH:HEIGHT, such as 16:9")
-    return float(match[2]), float(match[1])
-
-
 def here(name: str) -> str:
     """``name``, found to be no address: nothing is read or written elsewhere.
 

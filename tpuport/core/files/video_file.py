@@ -8,11 +8,9 @@ which alone is exact. All appear under their name only when they are complete.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, get_args
@@ -25,12 +23,12 @@ from tpuport.core.files.atomic import (
     remove_empty,
     temporary_beside,
 )
-from tpuport.core.files.encoders import Encoder, add_sound, open_encoder
+from tpuport.core.files.encoders import add_sound, encode
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.sources import here
-from tpuport.errors import ArtifactError, OutputError, VideoError
+from tpuport.errors import ArtifactError, OutputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -190,7 +188,7 @@ def _may_hold_frames(folder: Path) -> bool:
 
 
 class VideoWriter:
-    """Writes one video, frames as they come; until it is published nothing is seen.
+    """Writes one video; until it is published nothing is seen.
 
     What each kind keeps:
 
@@ -200,80 +198,55 @@ class VideoWriter:
     - gif: 256 colours per frame, loops for ever. Frame times are whole hundredths of a
       second and at least two, spread so that the whole has the right length; rates
       above 50 become 50. A frame equal to the one before becomes a longer frame.
-      All its frames are held as bytes until the end.
     - png: ``frame-00000.png`` and so on, exact.
 
     Args:
         path: where to; missing folders are made.
         kind: of video.
         fps: frames per second, above zero.
+
+    Attributes:
+        digest: sha256 and bytes of what was written, as
+            :func:`~tpuport.core.files.fingerprint.hash_output` has them.
     """
 
     def __init__(self, path: Path, kind: VideoKind, fps: float) -> None:
         self.path = path
         self.kind = kind
         self.fps = fps
-        self.frames = 0
+        self.digest = "", 0
         self._made: Path | None = None
         self._earlier: Path | None = None
         self._new: list[Path] = []
-        self._encoder: Encoder | None = None
-        self._digest: tuple[str, int] | None = None
-        self._sound: tuple[np.ndarray, int] | None = None
 
-    def append(self, frames: np.ndarray) -> None:
-        """The next frames: uint8, or float in [0, 1], of shape [T, Y, X, 3].
-
-        Raises:
-            OutputError: they cannot be written.
-            VideoError: they are not of that shape, or hold NaN.
-        """
-        if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
-            raise VideoError(
-                f"frames must have shape [T, Y, X, 3], not {list(frames.shape)}"
-            )
-        with self._told():
-            encoder = self._encoder or self._open()
-            for frame in frames:
-                encoder.add(to_uint8(frame))
-                self.frames += 1
-
-    def add_sound(self, samples: np.ndarray, rate: int) -> None:
-        """The sound of the video: float in [-1, 1], [channels, samples].
+    def write(self, frames: np.ndarray, sound: np.ndarray | None, rate: int) -> None:
+        """Write the whole video, still under another name.
 
         Args:
+            frames: float [T, Y, X, 3] in [0, 1].
+            sound: float in [-1, 1], [channels, samples]; for the kinds of
+                :data:`SOUNDING`.
             rate: samples a second.
 
         Raises:
-            VideoError: the kind of file holds no sound.
-        """
-        if self.kind not in SOUNDING:
-            raise VideoError(f"{self.path}: .{self.kind} holds no sound")
-        self._sound = samples, rate
-
-    def finish(self) -> tuple[str, int]:
-        """Complete the video, still under another name; no frame may follow.
-
-        Returns:
-            its sha256 and its bytes, as
-            :func:`~tpuport.core.files.fingerprint.hash_output` has them.
-
-        Raises:
             OutputError: it cannot be written.
-            VideoError: it has no frames.
         """
-        if self._encoder is None or self._made is None:
-            raise VideoError(f"{self.path}: there are no frames to write")
-        if self._digest is None:
-            with self._told():
-                self._encoder.finish()
-                if self._sound is not None:
-                    add_sound(self._made, self.kind, *self._sound)
-                png = self.kind == "png"
-                for file in self._made.iterdir() if png else [self._made]:
-                    flush(file)
-                self._digest = hash_output(self._made)
-        return self._digest
+        png = self.kind == "png"
+        try:
+            self._new = missing(self.path.parent)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            made = temporary_beside(self.path, "" if png else f".{self.kind}")
+            self._made = made
+            if png:
+                made.mkdir()
+            encode(self.kind, made, [to_uint8(frame) for frame in frames], self.fps)
+            if sound is not None:
+                add_sound(made, self.kind, sound, rate)
+            for file in made.iterdir() if png else [made]:
+                flush(file)
+            self.digest = hash_output(made)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def publish(self, path: Path, *, replace: bool) -> None:
         """Give the video, which is finished, a name.
@@ -312,31 +285,12 @@ class VideoWriter:
 
         Folders that were made for the video and are empty go too.
         """
-        if self._encoder is not None:
-            self._encoder.close()
         for left in (self._made, self._earlier):
             if left is not None and self.kind == "png":
                 shutil.rmtree(left, ignore_errors=True)
             elif left is not None:
                 left.unlink(missing_ok=True)
         remove_empty(self._new)
-
-    def _open(self) -> Encoder:
-        self._new = missing(self.path.parent)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        png = self.kind == "png"
-        self._made = temporary_beside(self.path, "" if png else f".{self.kind}")
-        if png:
-            self._made.mkdir()
-        self._encoder = open_encoder(self.kind, self._made, self.fps)
-        return self._encoder
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
 
 def _rename_to_new(made: Path, path: Path) -> None:

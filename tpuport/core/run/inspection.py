@@ -12,8 +12,8 @@ import jax
 
 from tpuport.core.drive.driving import UNITS
 from tpuport.core.enums import StageName
-from tpuport.core.reports import StageReport
-from tpuport.core.run.memory_report import MemoryLog
+from tpuport.core.reports import CallMemory, StageReport, memory_sources, memory_table
+from tpuport.core.run.memory_report import memory_after
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.journal import Journal
@@ -42,7 +42,8 @@ class Inspection:
         op_by_op: Sequence[StageName],
     ) -> None:
         self._journal = journal
-        self._log = MemoryLog(devices) if memory else None
+        self._devices = list(devices) if memory else None
+        self._memory: dict[StageName, list[CallMemory]] = {}
         self._op_by_op = op_by_op
         self._traces = {
             stage: SteadyTrace(stage, profile, calls) for stage in StageName
@@ -58,8 +59,6 @@ class Inspection:
             run: makes the call.
         """
         trace, number = self._traces[stage], self._done[stage]
-        if number == 0 and self._log is not None:
-            self._log.begins(stage, UNITS[stage])
         self._done[stage] += 1
         self._journal.op_by_op = stage in self._op_by_op
         before = [one for one in self._journal.calls if one.name == name]
@@ -69,8 +68,10 @@ class Inspection:
         with trace.call(name, number):
             result = run()
             _wait(result)
-        if self._log is not None:
-            self._log.ended(stage, number, name, self._journal.ran)
+        if self._devices is not None:
+            ran = self._journal.ran
+            noted = memory_after(self._devices, ran, stage, name, number)
+            self._memory.setdefault(stage, []).append(noted)
         return result
 
     def ended(self, reports: Sequence[StageReport]) -> list[StageReport]:
@@ -79,12 +80,11 @@ class Inspection:
         for report in reports:
             stage = StageName(report.stage)
             self._traces[stage].stop()
-            seen = self._log is not None and self._done[stage]
             found.append(
                 replace(
                     report,
                     op_by_op=stage in self._op_by_op,
-                    memory=self._log.calls(stage) if self._log and seen else (),
+                    memory=tuple(self._memory.get(stage, ())),
                     profile=self._traces[stage].result(),
                 )
             )
@@ -92,7 +92,11 @@ class Inspection:
 
     def text(self) -> str:
         """The memory that was noted by an error, for people; empty for none."""
-        return "" if self._log is None else self._log.text()
+        stages = [(name, UNITS[name], calls) for name, calls in self._memory.items()]
+        if not stages:
+            return ""
+        told = ["  ".join(row) for row in memory_table(stages)]
+        return "\n  ".join(["memory until then:", *told, *memory_sources(stages)])
 
     def lines(self, reports: Sequence[StageReport]) -> list[str]:
         """What was profiled, for people; the summary of a run has the memory."""

@@ -8,76 +8,38 @@ at its peak the memory between. The two are never mixed in one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tpuport.core.mesh.device_memory import plan_of
-from tpuport.core.reports import (
-    LIVE,
-    PLANNED,
-    UNKNOWN,
-    CallMemory,
-    DeviceMemory,
-    memory_sources,
-    memory_table,
-)
+from tpuport.core.reports import LIVE, PLANNED, UNKNOWN, CallMemory, DeviceMemory
 
 
-class MemoryLog:
-    """Notes the calls of a run, stage after stage.
+def memory_after(
+    devices: Sequence[Any], compiled: Any, stage: str, program: str, call: int
+) -> CallMemory:
+    """What is on the devices of a mesh when a call has ended; others may be under way.
 
     Args:
-        devices: those of the mesh.
+        compiled: what ran; ``None`` if nothing was compiled.
+        call: its number in the stage.
     """
-
-    def __init__(self, devices: Iterable[Any]) -> None:
-        self._devices = list(devices)
-        self._stages: dict[str, tuple[str, list[CallMemory]]] = {}
-
-    def begins(self, stage: str, unit: str) -> None:
-        """A stage begins; of one that begins again the calls are forgotten.
-
-        Args:
-            unit: what one call of the stage is.
-        """
-        self._stages[stage] = (unit, [])
-
-    def ended(self, stage: str, call: int, program: str, compiled: Any) -> None:
-        """A call has ended; others may be under way by now.
-
-        Args:
-            compiled: what ran; ``None`` if nothing was compiled.
-        """
-        parts: Mapping[str, int] = {}
-        source, found = LIVE, _live(self._devices)
-        if not found:
-            parts = plan_of(compiled)
-            source = PLANNED if parts else UNKNOWN
-            found = _planned(compiled, self._devices, parts) if parts else ()
-        noted = CallMemory(
-            stage=stage,
-            program=program,
-            call=call,
-            source=source,
-            devices=found,
-            parts=parts,
-        )
-        self._stages[stage][1].append(noted)
-
-    def calls(self, stage: str) -> tuple[CallMemory, ...]:
-        """Those of a stage so far."""
-        return tuple(self._stages[stage][1])
-
-    def text(self) -> str:
-        """All of the run, for people; nothing where nothing was noted."""
-        stages = [(name, *noted) for name, noted in self._stages.items() if noted[1]]
-        if not stages:
-            return ""
-        told = ["  ".join(row) for row in memory_table(stages)]
-        told += memory_sources(stages)
-        return "\n  ".join(["memory until then:", *told])
+    parts: Mapping[str, int] = {}
+    source, found = LIVE, _live(devices)
+    if not found:
+        parts = plan_of(compiled)
+        source = PLANNED if parts else UNKNOWN
+        found = _planned(compiled, devices, parts) if parts else ()
+    return CallMemory(
+        stage=stage,
+        program=program,
+        call=call,
+        source=source,
+        devices=found,
+        parts=parts,
+    )
 
 
 def _live(devices: Sequence[Any]) -> tuple[DeviceMemory, ...]:

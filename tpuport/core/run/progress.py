@@ -36,7 +36,7 @@ class _Work:
         since: when the work began; all times are of ``time.monotonic``.
         unit: of a stage, what a call is, such as ``"step"``.
         done, total: calls of a stage.
-        counted: frames of decode or files of a download, in words; else empty.
+        counted: files of a download, in words; else empty.
         first, last: when calls number ``first_done`` and ``done`` had ended. The calls
             between are timed: the first one waits for its compile.
     """
@@ -67,7 +67,7 @@ class _Work:
         """
         if not self.done:
             return self.counted
-        text = self.counted or f"{self.done}/{self.total}"
+        text = f"{self.done}/{self.total}"
         timed = self.done - self.first_done
         if timed > 0:
             each = (self.last - self.first) / timed
@@ -209,10 +209,7 @@ class Display(Reporter):
         work, self._stage = self._stage, None
         if work is None:
             return
-        count = plural(work.total, work.unit)
-        if work.counted:
-            count = work.counted.rpartition(" of ")[2]
-        said = f"{count} in {report.total_seconds:.1f} s"
+        said = f"{plural(work.total, work.unit)} in {report.total_seconds:.1f} s"
         if report.backend != Backend.TPUPORT:
             said += f" by {report.backend}"
         if any(not program.loaded for program in report.compiles):

@@ -132,7 +132,11 @@ def aspect_ratio(value: Any) -> tuple[float, float] | None:
     """(height, width) of ``"16:9"``."""
     if value is None or isinstance(value, tuple):
         return value
-    return sources.parse_aspect_ratio(value)
+    side = r"(\d+(?:\.\d+)?)"
+    match = re.fullmatch(rf"\s*{side}\s*[:x/]\s*{side}\s*", str(value))
+    if match is None or not float(match[1]) or not float(match[2]):
+        raise ValueError("is not WIDTH:HEIGHT, such as 16:9")
+    return float(match[2]), float(match[1])
 
 
 def options(value: Any) -> dict[str, Any]:
@@ -207,9 +211,7 @@ def step_cache(value: Any) -> StepCache | None:
     return StepCache.parse(value)
 
 
-def checkpoint_every(value: Any) -> CheckpointEvery:
-    """As :meth:`CheckpointEvery.parse`."""
-    return CheckpointEvery.parse(value)
+checkpoint_every = CheckpointEvery.parse
 
 
 def attention(value: Any) -> AttentionChoice:

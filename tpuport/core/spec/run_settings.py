@@ -99,12 +99,14 @@ class Setting:
         return (*long, f"{long[0]}s") if self.takes == list[str] else long
 
 
+#: The kinds of one value or several.
+_SEVERAL = (kinds.texts, kinds.seeds, kinds.options, kinds.stages)
 #: Kind -> what the parser of the command line makes of a text, where that is no text.
 _TAKES: dict[kinds.Kind, Any] = {
     kinds.positive: int,
     kinds.number: float,
     kinds.flag: bool,
-    **dict.fromkeys((kinds.texts, kinds.seeds, kinds.options), list[str]),
+    **dict.fromkeys(_SEVERAL, list[str]),
 }
 
 
@@ -124,7 +126,8 @@ def setting(
     flags = tuple(word for word in words.split() if word.startswith("-"))
     known = {"takes": _TAKES.get(kind, str), **more}
     known["metavar"] = next((w for w in words.split() if w not in flags), None)
-    about = {"setting": Setting(kind=kind, help=help, flags=flags, **known)}
+    made = Setting(kind=kind, help=help, flags=flags, **known)
+    about = {"kind": kind, "setting": made}
     if more.get("becomes") is not None:
         return field(
             default=None, init=False, repr=False, compare=False, metadata=about
@@ -362,9 +365,7 @@ class RunSettings:
         default=False,
     )
     profile: Path | None = inside(
-        kinds.path,
-        "--profile FOLDER",
-        "Record steady calls, for XProf or Perfetto.",
+        kinds.path, "--profile FOLDER", "Record steady calls, for XProf or Perfetto."
     )
     profile_calls: int | None = inside(
         kinds.positive,
@@ -383,33 +384,13 @@ class RunSettings:
         "--no-jit-stage STAGE",
         "Run this stage op by op; may be repeated.",
         becomes=lambda stages: {"no_jit": stages},
-        takes=list[str],
         commands="G",
     )
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], *, named: Callable[[str], str]) -> Self:
-        """Typed settings of text, YAML or Python values, by the names of fields.
-
-        Args:
-            given: what was given; other fields, and those that are ``None``, have
-                their defaults.
-            named: how messages spell a field, such as ``--mesh`` or ``mesh``.
-
-        Raises:
-            UsageError, MeshError, AttentionError: a value that is wrong in itself.
-            TypeError: there is no such field.
-        """
-        known = {
-            f.name: read_value(f.metadata, given[f.name], named(f.name))
-            for f in fields(cls)
-            if f.init and given.get(f.name) is not None
-        }
-        own = defaults_of(cls)
-        for name in sorted(given.keys() - own.keys()):
-            hint = did_you_mean(name, own, f"there are {', '.join(own)}")
-            raise TypeError(f"there is no setting {quoted(name)}; {hint}")
-        return cls(**known)
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Settings of Python values; raises as of :func:`typed`."""
+        return cls(**typed(cls, given))
 
     @property
     def compiled_dir(self) -> Path | None:
@@ -419,25 +400,35 @@ class RunSettings:
         return self.cache_dir / COMPILED
 
 
-def read_value(about: Mapping[str, Any], value: Any, label: str) -> Any:
+def typed(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names of fields, typed; ``None`` is "not given".
+
+    Raises:
+        UsageError, MeshError, AttentionError: a value is wrong in itself, or of no
+            setting.
+    """
+    about = {f.name: f.metadata["kind"] for f in fields(cls) if f.init and f.metadata}
+    for name in sorted(given.keys() - about.keys()):
+        hint = did_you_mean(name, about, f"there are {', '.join(about)}")
+        raise UsageError(f"there is no setting {quoted(name)}; {hint}")
+    return {n: read_value(about[n], v, n) for n, v in given.items() if v is not None}
+
+
+def read_value(kind: kinds.Kind, value: Any, label: str) -> Any:
     """The typed value of one setting.
 
     Args:
-        about: the metadata of its field.
         label: what a message calls it.
 
     Raises:
         UsageError: it is of another kind.
     """
-    setting = about.get("setting")
-    kind = setting.kind if setting else about["kind"]
     try:
         return kind(value)
     except UsageError as error:  # it says what was given
         raise type(error)(f"{label}: {error}") from None
     except (TypeError, ValueError) as error:
-        several = setting and (setting.takes == list[str] or kind is kinds.stages)
-        alone = several and isinstance(value, list) and len(value) == 1
+        alone = kind in _SEVERAL and isinstance(value, list) and len(value) == 1
         shown = value[0] if alone else value
         raise UsageError(f"{label}: {quoted(shown)} {error}") from None
 
