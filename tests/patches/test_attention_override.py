@@ -1,6 +1,6 @@
-"""EXCHANGED_ATTENTION and LENGTH_ATTENTION: what torchax does without these overrides.
+"""EXCHANGED_ATTENTION: what torchax does without the override.
 
-What they compute is tested in ``tests/core``.
+What it computes is tested in ``tests/core``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -77,27 +76,12 @@ def largest(function: Callable[..., Any], *arrays: Any) -> int:
     return max(sizes(jax.make_jaxpr(function)(*arrays).jaxpr))
 
 
-def plain(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    return operator(EXCHANGED_ATTENTION.targets[0])(q, k, v)
-
-
-def with_lengths(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    return operator(LENGTH_ATTENTION.targets[0])(q, k, v, lengths)
-
-
-def with_frames(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    return operator(LENGTH_ATTENTION.targets[0])(q, k, v, lengths, 256)
-
-
-@pytest.mark.parametrize("call", [plain, with_lengths, with_frames])
-def test_long_sequences_make_no_array_of_queries_by_keys_as_torchax_does(
-    call: Callable[..., Any],
-) -> None:
+def test_long_sequences_make_no_array_of_queries_by_keys_as_torchax_does() -> None:
     # Legend: 1 item, 2 heads, 4096 tokens of 8.
     length = 4096
     array = jax.ShapeDtypeStruct((1, 2, length, 8), jnp.float32)
-    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    arrays = (array, array, array, lengths)
+    arrays = (array, array, array)
+    call = operator(EXCHANGED_ATTENTION.targets[0])
     runtime = model_runtime(
         mesh=None,
         platform="cpu",

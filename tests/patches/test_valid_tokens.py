@@ -154,5 +154,3 @@ def test_attention_on_valid_keys_alone_is_attention_without_the_others(
             scores = torch.einsum("hd,hkd->hk", q[b, :, i], k[b, :, :end]) * 8**-0.5
             expected = torch.einsum("hk,hkd->hd", scores.softmax(-1), v[b, :, :end])
             assert torch.allclose(found[b, :, i], expected, rtol=0, atol=atol)
-    eager = attend(q, k, v, lengths, frame_tokens)
-    assert torch.allclose(eager, found, rtol=0, atol=atol)

@@ -9,8 +9,7 @@ replaces the mask of Lq x Lk, gigabytes at the sizes of a video:
     ...  # keys and values of [video, text]
     out = attend(query, key, value, key_lengths=video_tokens + lengths)
 
-All of this runs in plain torch and in a traced block, without a shape or a branch that
-depends on data.
+No shape and no branch depends on data. Attention runs in a traced program alone.
 
 Legend: B batch, H heads, L tokens (Lq queries, Lk keys), D head dim, C channels.
 """
@@ -19,7 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from tpuport.core.layers.attention_lengths import define_attention_op
+from tpuport.core.layers.attention_lengths import length_attention
+from tpuport.core.tracing.context import current
 
 
 def attend(
@@ -41,11 +41,13 @@ def attend(
         scale: factor of the scores; ``None`` means 1/sqrt(D).
 
     Raises:
+        RuntimeError: no program is being traced.
         ValueError: shapes or dtypes do not fit together.
     """
-    define_attention_op()
-    out: torch.Tensor = torch.ops.tpuport.attention(
-        query, key, value, key_lengths, frame_tokens, scale
+    active = current()
+    q, k, v, lengths = active.arrays((query, key, value, key_lengths))
+    out: torch.Tensor = active.tensors(
+        length_attention(active.context, q, k, v, lengths, frame_tokens, scale)
     )
     return out
 

@@ -215,7 +215,7 @@ def test_a_target_that_is_gone_is_named_after_the_list_and_fails(
     assert said.startswith("lost: target is gone\n  patch     textwrap:dedennt\n")
     assert "has no attribute 'dedennt'" in said
     assert ran.out.startswith(
-        "2 patches and 2 op overrides: 3 apply, 1 without a target\n"
+        "2 patches and 1 op override: 2 apply, 1 without a target\n"
     )
     assert ran.last.startswith(
         "error: patch 'lost': target textwrap:dedennt does not exist, AttributeError: "

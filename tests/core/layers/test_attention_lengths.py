@@ -1,4 +1,4 @@
-"""``torch.ops.tpuport.attention`` is attention under the mask it stands for."""
+"""Attention by lengths and frames is attention under the mask they stand for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from tests.core.layers.test_attention import sizes_in
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
-from tpuport.core.layers.attention_lengths import (
-    define_attention_op,
-    eager_attention,
-    length_attention,
-)
-from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.context import AttentionRecord, OpContext
@@ -62,7 +57,7 @@ def mask_of(
     lengths: list[int] | None,
     frame_tokens: int | None,
 ) -> torch.Tensor:
-    """The mask the op stands for, element by element."""
+    """The mask they stand for, element by element."""
     mask = torch.zeros(batch, 1, queries, keys, dtype=torch.bool)
     for b in range(batch):
         for i in range(queries):
@@ -81,12 +76,11 @@ def assert_is_masked(
     queries: int | None = None,
     scale: float | None = None,
 ) -> None:
-    """The op, compiled and in plain torch, against torch under the mask."""
+    """The compiled call against torch under the mask."""
     batch = 2 if lengths is None else len(lengths)
     q, k, v = tensors(batch, queries=queries)
     mask = mask_of(batch, q.shape[2], TOKENS, lengths, frame_tokens)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    counted = None if lengths is None else torch.tensor(lengths)
 
     def call(q: Any, k: Any, v: Any, lengths: Any = None) -> Any:
         return length_attention(
@@ -99,8 +93,6 @@ def assert_is_masked(
     found = to_torch(jax.jit(call)(*arrays))
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-    eager = eager_attention(q, k, v, counted, frame_tokens, scale)
-    torch.testing.assert_close(eager, expected, rtol=0, atol=TOLERANCE)
 
 
 CALLS: dict[str, tuple[list[int] | None, int | None]] = {
@@ -189,48 +181,9 @@ def test_grouped_heads() -> None:
     call = jax.jit(functools.partial(length_attention, context((1, 1, 2))))
     found = to_torch(call(*(x.numpy() for x in (q, k, v, lengths))))
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-    eager = eager_attention(q, k, v, lengths)
-    torch.testing.assert_close(eager, expected, rtol=0, atol=TOLERANCE)
 
 
-# --- as a torch op
-
-
-def test_the_op_is_defined_once_and_is_plain_torch_outside_of_a_traced_block() -> None:
-    define_attention_op()
-    first = torch.ops.tpuport.attention.default
-    define_attention_op()
-    assert torch.ops.tpuport.attention.default is first
-    q, k, v = tensors(2)
-    lengths = torch.tensor([7, 12])
-    found = torch.ops.tpuport.attention(q, k, v, lengths, frame_tokens=4)
-    assert torch.equal(found, eager_attention(q, k, v, lengths, 4))
-    q.requires_grad_()
-    torch.ops.tpuport.attention(q, k, v, lengths).sum().backward()
-    assert q.grad is not None
-    assert q.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("overload", [False, True], ids=["packet", "overload"])
-def test_a_traced_block_takes_the_kernels_and_records_it(overload: bool) -> None:
-    q, k, v = tensors(2)
-    lengths = torch.tensor([7, 0])
-    runtime = model_runtime(
-        mesh=None,
-        platform="cpu",
-        attention_implementation=AttentionChoice(name="blockwise"),
-    )
-    op = torch.ops.tpuport.attention
-    with runtime.tracing() as env:
-        arrays = [env.to_xla(x) for x in (q, k, v, lengths)]
-        out = (op.default if overload else op)(*arrays, scale=0.5)
-        found = to_torch(env.t2j_iso(out))
-    expected = eager_attention(q, k, v, lengths, scale=0.5)
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-    assert torch.equal(found[1], torch.zeros_like(found[1]))
-    (record,) = runtime.records
-    assert record.implementation == "blockwise"
-    assert record.key_lengths
+# --- records
 
 
 def test_records_tell_lengths_and_frames() -> None:
@@ -311,21 +264,11 @@ def refusals() -> dict[str, tuple[list[tuple[int, ...]], dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", refusals())
-def test_what_does_not_fit_is_refused_on_both_sides(name: str) -> None:
+def test_what_does_not_fit_is_refused(name: str) -> None:
     shapes, options, message = refusals()[name]
     arrays = [jnp.zeros(shape) for shape in shapes]
-    traced = {
-        k: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-        for k, x in options.items()
-    }
     with pytest.raises(ValueError, match=message):
-        length_attention(context(), *arrays, **traced)
-    plain = {
-        k: torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-        for k, x in options.items()
-    }
-    with pytest.raises(ValueError, match=message):
-        eager_attention(*(torch.zeros(shape) for shape in shapes), **plain)
+        length_attention(context(), *arrays, **options)
 
 
 # --- memory

@@ -6,136 +6,30 @@ Whatever is in them, the others come as if there were zeros.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tests.kernels.convolution.test_conv import (
-    LIMIT,
-    SEVERAL,
-    _case,
-    _edged,
-    _expected,
-    edged,
-)
+from tests.kernels.convolution.forms import SEVERAL, Form, edged
+from tests.kernels.convolution.test_conv import _edged
 from tests.processes import needs_libtpu, run_json
 from tests.sweeps import sweep
-from tests.tolerances import TOLERANCES
 from tpuport.kernels.convolution import conv
-from tpuport.kernels.convolution.conv import block_rows
-from tpuport.kernels.convolution.conv_kernel import pitch_of
 
 #: Of the result: three tiles of them, or one and a half before it is enlarged.
 COLUMNS = 48
 
 
-class Form:
-    """A form of the kernel, with several blocks of rows, and what it is given."""
-
-    def __init__(self, name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        chosen: dict[str, Any] = {"step": 256, "ends": True, "scale": 1, "copies": 1}
-        self.chosen = chosen = chosen | SEVERAL[name]
-        # As many rows as with a third of the columns.
-        step = 3 * chosen["step"] * 128 * 128
-        monkeypatch.setattr(conv, "STEP_PRODUCTS", step)
-        self.dtype, self.scale, self.taps = dtype, chosen["scale"], chosen["taps"]
-        self.rows, self.columns = chosen["rows"] // self.scale, COLUMNS // self.scale
-        self.block = block_rows(self.rows, self.scale * pitch_of(COLUMNS), 128)
-        assert self.rows > self.block > 1
-        outputs = chosen["outputs"]
-        x, kernel, bias = _case(self.taps, 2, self.rows, self.columns, 128, outputs)
-        # One video: that there may be two is seen to without phantoms.
-        self.x = x[:1, ..., : self.columns + 2, :].astype(dtype)
-        self.kernel, self.bias = kernel.astype(dtype), bias
-        rng = np.random.default_rng(1)
-        size = (1, 2, chosen["rows"], COLUMNS)
-        self.more: dict[str, np.ndarray] = {}
-        if "added" in chosen:
-            self.more["residual"] = rng.normal(size=(*size, outputs)).astype(dtype)
-        if "deep" in chosen:
-            deep = chosen["deep"]
-            self.more["short"] = rng.normal(size=(*size, deep)).astype(dtype)
-            matrix = rng.normal(size=(deep, outputs)) / 16
-            self.more["matrix"] = matrix.astype(dtype)
-
-    def wanted(self, rows: int, columns: int) -> np.ndarray:
-        """Of a picture of so many rows and columns, before frames are copied."""
-        x = self.zeroed(rows, columns).astype(np.float32)
-        if self.scale == 2:
-            x = x.repeat(2, 2).repeat(2, 3)[:, :, 1:-1, 1:-1]
-        out = _expected(x, self.kernel.astype(np.float32), self.bias, COLUMNS)
-        more = {name: np.asarray(v, np.float32) for name, v in self.more.items()}
-        if "residual" in more:
-            out = out + more["residual"]
-        if "short" in more:
-            out = out + more["short"] @ more["matrix"]
-        return out[:, :, : self.scale * rows, : self.scale * columns]
-
-    def zeroed(self, rows: int, columns: int) -> np.ndarray:
-        """What is convolved, with zeros for what lies beyond the picture."""
-        x = self.x.copy()
-        if not self.chosen["ends"]:
-            x[:, :, :: self.rows + 1] = 0
-        if rows < self.rows:
-            x[:, :, rows + 1 :] = 0
-        if columns < self.columns:
-            x[:, :, :, columns + 1 :] = 0
-        return x
-
-    def given(self, rows: int, columns: int) -> dict[str, Any]:
-        """The same for the kernel, with anything in phantom rows and columns."""
-        zeroed = self.zeroed(rows, columns)
-        x = zeroed.copy()
-        x[:, :, rows + 1 : -1] = np.nan
-        x[:, :, :, columns + 1 : -1] = 1e30
-        lag = self.taps - 1
-        return {
-            "x": x[:, lag:, 1:-1, 1:-1],
-            "before": x[:, :lag, 1:-1, 1:-1] if lag else None,
-            "sides": (zeroed[..., 0, :], zeroed[..., -1, :]),
-            "ends": x[:, :, :: self.rows + 1, 1:-1] if self.chosen["ends"] else None,
-        }
-
-    def kernel_of(self, *some: bool) -> Callable[..., jax.Array]:
-        """Of what is given and two numbers, of which those of ``some`` may be any."""
-        added: dict[str, Any] = {}
-        if "residual" in self.more:
-            added["residual"] = self.more["residual"]
-        if "short" in self.more:
-            added["shortcut"] = self.more["short"], self.more["matrix"]
-
-        def run(given: dict[str, Any], *real: Any) -> jax.Array:
-            sides = (self.rows, self.columns)
-            counts = [
-                n if any_ else side
-                for n, side, any_ in zip(real, sides, some, strict=True)
-            ]
-            return edged(
-                **given,
-                weight=self.kernel,
-                bias=self.bias,
-                scale=self.scale,
-                copies=self.chosen["copies"],
-                real=(counts[0], counts[1]),
-                vmem_limit=LIMIT,
-                interpret=True,
-                **added,
-            )
-
-        return jax.jit(run)
-
-    def is_alone(self, found: jax.Array, rows: int, columns: int) -> bool:
-        """Whether real elements are what they would be alone."""
-        wanted = self.wanted(rows, columns).repeat(self.chosen["copies"], 1)
-        real = np.asarray(found, np.float32)
-        real = real[:, :, : wanted.shape[2], : wanted.shape[3]]
-        bound = 2**-8 * np.abs(wanted) if self.dtype == jnp.bfloat16 else 0
-        close = np.abs(real - wanted) <= bound + TOLERANCES["module float32"]
-        return real.shape == wanted.shape and bool(close.all())
+def form_of(name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> Form:
+    """A form of the kernel with several blocks of rows."""
+    step, fields = SEVERAL[name]
+    # As many rows as with a third of the columns.
+    monkeypatch.setattr(conv, "STEP_PRODUCTS", 3 * step * 128 * 128)
+    # One video: that there may be two is seen to without phantoms.
+    form = Form(**fields, columns=COLUMNS, videos=1, dtype=dtype)
+    assert form.sides[0] > form.block > 1
+    return form
 
 
 @pytest.mark.parametrize(
@@ -148,21 +42,18 @@ class Form:
 def test_what_is_in_phantoms_does_not_count(
     name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = Form(name, dtype, monkeypatch)
-    run = form.kernel_of(True, True)
+    form = form_of(name, dtype, monkeypatch)
+    run, (height, width) = form.kernel(True, True), form.sides
     # The last row of a block, the first and the second one; one before, in and after
     # the first column of a tile; one of all, and all of them.
-    blocks = [1, form.block - 1, form.block, form.block + 1, form.rows - 1, form.rows]
-    tiles = [15, 1, 16, form.columns, 17, form.columns - 1]
-    for rows, columns in zip(blocks, tiles, strict=True):
-        found = run(form.given(rows, columns), rows, columns)
-        assert form.is_alone(found, rows, columns), (rows, columns)
+    blocks = [1, form.block - 1, form.block, form.block + 1, height - 1, height]
+    tiles = [15, 1, 16, width, 17, width - 1]
+    for real in zip(blocks, tiles, strict=True):
+        assert form.is_right(run(form.video(*real), *real), *real), real
     if dtype == jnp.bfloat16:
         # Where all are real nothing changes.
-        sides = (form.rows, form.columns)
-        given = form.given(*sides)
-        even = form.kernel_of(False, False)
-        assert (run(given, *sides) == even(given, *sides)).all()
+        video, even = form.video(height, width), form.kernel(False, False)
+        assert (run(video, height, width) == even(video, height, width)).all()
 
 
 @pytest.mark.parametrize(
@@ -182,11 +73,11 @@ def test_what_is_in_phantoms_does_not_count(
 def test_one_side_may_be_even(
     name: str, some: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = Form(name, jnp.float32, monkeypatch)
-    rows = form.block if some[0] else form.rows
-    columns = 17 if some[1] else form.columns
-    found = form.kernel_of(*some)(form.given(rows, columns), rows, columns)
-    assert form.is_alone(found, rows, columns)
+    form = form_of(name, jnp.float32, monkeypatch)
+    rows = form.block if some[0] else form.sides[0]
+    columns = 17 if some[1] else form.sides[1]
+    found = form.kernel(*some)(form.video(rows, columns), rows, columns)
+    assert form.is_right(found, rows, columns)
 
 
 def test_a_number_for_every_device_is_that_of_the_side() -> None:

@@ -33,8 +33,7 @@ from tpuport.core.tracing.ported_module import on_devices
 from tpuport.errors import AttentionError
 from tpuport.kernels.attention.attention import attention
 from tpuport.kernels.attention.choice import AttentionChoice
-from tpuport.kernels.attention.problem import describe
-from tpuport.kernels.attention.selection import Selection, select
+from tpuport.kernels.attention.selection import Selection
 
 
 def _four_dims(
@@ -204,6 +203,9 @@ def split_attention(
     # Frames of one token are rows of the causal triangle, which kernels do at once.
     is_causal = is_causal or frame_tokens == 1
     batch, heads, length = q.shape[:3]
+    q_split, k_split = _split(
+        context, q, k, placed=is_causal or choice.window is not None
+    )
     kernel = functools.partial(
         attention,
         is_causal=is_causal,
@@ -212,6 +214,18 @@ def split_attention(
         implementation=choice,
         chip=context.chip,
         fall_back=True,
+        told=functools.partial(
+            note_attention,
+            context,
+            choice,
+            query=tuple(q.shape),
+            key=tuple(k.shape),
+            split=q_split,
+            key_lengths=lengths is not None,
+            frame_tokens=frame_tokens,
+            causal=is_causal,
+            dtype=str(q.dtype),
+        ),
     )
     run: Callable[..., Array] = functools.partial(_whole, kernel)
     frames = None
@@ -220,23 +234,12 @@ def split_attention(
         q = q.reshape(batch, heads, frames, frame_tokens, q.shape[3])
         q = jnp.moveaxis(q, 2, 0)
         run = functools.partial(_by_frames, kernel, frame_tokens)
-    split = _split(context, q, k, placed=is_causal or choice.window is not None)
-    q_split, k_split = split
     each = q.shape[-2]
     if q_split[2]:
         padding = ((0, -each % context.axis_size(q_split[2])), (0, 0))
         q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
         if mask is not None and mask.shape[2] > 1:
             mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
-    record_attention(
-        context,
-        choice,
-        (q, k, v, mask, lengths),
-        length=length,
-        is_causal=is_causal,
-        frame_tokens=frame_tokens,
-        split=split,
-    )
     q_axes = (*(None,) * (q.ndim - 4), *q_split)
     mask_axes: tuple[str | None, ...] = ()
     if mask is not None:
@@ -258,9 +261,9 @@ def split_attention(
 def _whole(
     kernel: Callable[..., Array],
     q: Float[Array, "b h lq d"],
-    k: Float[Array, "b hk lk d"],
-    v: Float[Array, "b hk lk dv"],
-    mask: Shaped[Array, "#b #h #lq #lk"] | None = None,
+    k: Float[Array, "b hk lk dk"],
+    v: Float[Array, "b hk lv dv"],
+    mask: Shaped[Array, "bm hm m n"] | None = None,
     lengths: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h lq dv"]:
     """``kernel`` on all queries at once."""
@@ -271,9 +274,9 @@ def _by_frames(
     kernel: Callable[..., Array],
     frame_tokens: int,
     q: Float[Array, "f b h n d"],
-    k: Float[Array, "b hk lk d"],
-    v: Float[Array, "b hk lk dv"],
-    mask: Shaped[Array, "#b #h #n #lk"] | None = None,
+    k: Float[Array, "b hk lk dk"],
+    v: Float[Array, "b hk lv dv"],
+    mask: Shaped[Array, "bm hm _ m"] | None = None,
     lengths: Int[Array, "b"] | None = None,
 ) -> Float[Array, "f b h n dv"]:
     """``kernel`` on F frames of N queries, each on the keys of all frames so far."""
@@ -295,17 +298,17 @@ _Axes = tuple[str | None, str | None, str | None, None]
 
 def _split(
     context: OpContext,
-    q: Float[Array, "... b h lq d"],
+    q: Float[Array, "b h lq d"],
     k: Float[Array, "b hk lk dk"],
     *,
     placed: bool,
 ) -> tuple[_Axes, _Axes]:
-    """How queries [..., B, H, L, D] are split, and keys and values.
+    """How queries are split, and keys and values.
 
     ``placed`` says whether a query needs its position.
     """
     axis = context.axis
-    batch, heads = q.shape[-4:-2]
+    batch, heads = q.shape[:2]
     batch_axis = axis(BATCH, batch)
     head_axis = axis(HEADS, heads)
     # One key head serves all queries and is handed whole to every device.
@@ -318,73 +321,6 @@ def _split(
     sequence_axis = None if placed else axis(TOKENS)
     queries = (batch_axis, head_axis, sequence_axis, None)
     return queries, (batch_axis, kv_head_axis, None, None)
-
-
-#: q, k, v, the mask and the key lengths; q may have frames in front.
-_Arrays = tuple[
-    Float[Array, "... b h lq d"],
-    Float[Array, "b hk lk dk"],
-    Float[Array, "b hk lv dv"],
-    Shaped[Array, "bm hm m n"] | None,
-    Int[Array, "b"] | None,
-]
-
-
-def record_attention(
-    context: OpContext,
-    choice: AttentionChoice,
-    arrays: _Arrays,
-    *,
-    length: int,
-    is_causal: bool = False,
-    frame_tokens: int | None = None,
-    split: tuple[_Axes, _Axes],
-) -> None:
-    """Note what this call runs as, once per distinct call.
-
-    ``arrays`` are split; ``length`` counts all queries without padding.
-    """
-    q, k, v, mask, lengths = arrays
-    q_split, k_split = split
-
-    def local(x: Array, axes: tuple[str | None, ...]) -> Array:
-        shape = tuple(
-            n // context.axis_size(a) if n > 1 else n
-            for n, a in zip(x.shape[-len(axes) :], axes, strict=True)
-        )
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    # The kernel gets lengths for the frames as well.
-    end = jax.ShapeDtypeStruct(q.shape[-4:-3], "int32")
-    counted = end if lengths is not None or q.ndim > 4 else None
-    selection = select(
-        describe(
-            local(q, q_split),
-            local(k, k_split),
-            local(v, k_split),
-            mask=None if mask is None else local(mask, q_split),
-            is_causal=is_causal,
-            kv_lengths=None if counted is None else local(counted, q_split[:1]),
-            window=choice.window,
-            platform=context.platform,
-            interpret=False,
-        ),
-        choice,
-        chip=context.chip,
-        fall_back=True,
-    )
-    note_attention(
-        context,
-        choice,
-        selection,
-        query=(*q.shape[-4:-2], length, q.shape[-1]),
-        key=tuple(k.shape),
-        split=q_split,
-        key_lengths=lengths is not None,
-        frame_tokens=frame_tokens,
-        causal=is_causal,
-        dtype=str(q.dtype),
-    )
 
 
 def note_attention(

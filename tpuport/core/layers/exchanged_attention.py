@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Shaped
 from tpuport.core.layers.attention import (
-    record_attention,
+    note_attention,
     scaled_dot_product_attention,
     split_attention,
 )
@@ -150,19 +150,20 @@ def attend_whole_keys(
     axis = context.axis
     batch, heads = axis(BATCH, q.shape[0]), axis(HEADS, q.shape[1])
     tokens = axis(TOKENS)
-    structs = (jax.ShapeDtypeStruct(x.swapaxes(2, 3).shape, x.dtype) for x in (q, k, v))
-    record_attention(
-        context,
-        choice,
-        (*structs, None, None),
-        length=q.shape[3],
-        split=((batch, heads, tokens, None), (batch, heads, None, None)),
-    )
     run = functools.partial(
         attention_feature_major,
         platform=context.platform,
         implementation=choice,
         chip=context.chip,
+        told=functools.partial(
+            note_attention,
+            context,
+            choice,
+            query=(*q.shape[:2], q.shape[3], q.shape[2]),
+            key=(*k.shape[:2], k.shape[3], k.shape[2]),
+            split=(batch, heads, tokens, None),
+            dtype=str(q.dtype),
+        ),
     )
     others = (batch, heads, None, None)
     queries = (batch, heads, None, tokens)
@@ -178,4 +179,4 @@ EXCHANGED_ATTENTION = OpOverride(
     owner="tpuport.core.layers.exchanged_attention",
     reason="masks and splits honoured exactly; no Lq x Lk array",
 )
-"""One of two overrides of every runtime; ``attention_lengths`` has the other."""
+"""The override of every runtime."""

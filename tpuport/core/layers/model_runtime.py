@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.runtime import Runtime
 
-EVERYWHERE: tuple[OpOverride, ...] = (EXCHANGED_ATTENTION, LENGTH_ATTENTION)
+EVERYWHERE: tuple[OpOverride, ...] = (EXCHANGED_ATTENTION,)
 """The op overrides of every model."""
 
 

@@ -25,7 +25,6 @@ import torch
 
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers import joint_sequence, token_norms
-from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, current
@@ -131,17 +130,16 @@ class Stream:
     def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
         """Both layers with a GELU between them, in float32."""
         first, _, last = ff.net[:3]
-        return feed_forward(
-            self.tokens,
-            y,
-            parameters(first.proj),
-            parameters(last),
-            tanh=first.approximate == "tanh",
-        )
+        inner = self.hidden(first.proj, y, tanh=first.approximate == "tanh")
+        weight, bias = parameters(last)
+        return joint_sequence.dense(self.tokens, inner, weight, bias, row_parallel=True)
 
-    def hidden(self, linear: Any, y: jax.Array) -> jax.Array:
-        """A layer and the approximate GELU, rounded once."""
-        return gelu_dense(self.tokens, y, *parameters(linear))
+    def hidden(self, linear: Any, y: jax.Array, *, tanh: bool = True) -> jax.Array:
+        """A layer and a GELU of one form or the other, rounded once."""
+        wide = joint_sequence.dense(self.tokens, y, *parameters(linear))
+        inner = jax.nn.gelu(wide, approximate=tanh).astype(y.dtype)
+        # Without the barrier XLA computes this product again in each block of the next.
+        return jax.lax.optimization_barrier(inner)
 
 
 def parameters(module: Any) -> tuple[Any, Any]:
@@ -223,7 +221,7 @@ def take_text(
 ) -> Float[Array, "b ..."]:
     """The text's part of ``x``, whole on every device; see :func:`put_text`."""
     count, start = sequence.text, sequence.length - sequence.text
-    axis = _sequence_axis(sequence)
+    axis = sequence.active.context.axis(TOKENS)
     if axis is None:
         return jax.lax.slice_in_dim(x, start, start + count, axis=dim)
 
@@ -293,11 +291,6 @@ def attend_streams(
     return out, take_text(sequence, out, dim)
 
 
-def _sequence_axis(sequence: JointSequence) -> str | None:
-    context = sequence.active.context
-    return context.axis(TOKENS)
-
-
 def _window(
     sequence: JointSequence, x: Float[Array, "b ..."], dim: int
 ) -> tuple[int, Any, Any, Bool[Array, "..."]]:
@@ -309,7 +302,7 @@ def _window(
         not 1.
     """
     width = min(sequence.text, x.shape[dim])
-    axis = _sequence_axis(sequence)
+    axis = sequence.active.context.axis(TOKENS)
     first = 0 if axis is None else jax.lax.axis_index(axis) * x.shape[dim]
     start = sequence.length - sequence.text
     window = jnp.clip(start - first, 0, x.shape[dim] - width)

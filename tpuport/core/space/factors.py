@@ -44,9 +44,19 @@ Dim = tuple[Factor, ...]
 Dims = tuple[Dim, ...]
 
 
+def same(n: int) -> Dim:
+    """A dim of n equal elements."""
+    return (Factor(n, SAME),)
+
+
+def full(n: int) -> Dim:
+    """A dim of n elements that every device has."""
+    return (Factor(n),) if n > 1 else same(n)
+
+
 def whole(shape: Sequence[int]) -> Dims:
     """The dims of an array that every device has in full."""
-    return tuple(canonical([Factor(n, WHOLE if n > 1 else SAME)]) for n in shape)
+    return tuple(map(full, shape))
 
 
 def canonical(factors: Sequence[Factor]) -> Dim:
@@ -73,6 +83,11 @@ def has_split(dim: Dim) -> bool:
     return any(one.split for one in dim)
 
 
+def is_same(dim: Dim) -> bool:
+    """Whether all elements along a dim are equal."""
+    return all(one.kind == SAME for one in dim)
+
+
 def size_of(dim: Dim) -> int:
     """Elements of a dim on a device."""
     return math.prod(one.size for one in dim)
@@ -87,10 +102,10 @@ def joined(one: Dim, other: Dim) -> Dim:
     if one == other:
         return one
     for a, b in ((one, other), (other, one)):
-        if all(f.kind == SAME for f in a):
+        if is_same(a):
             return b
     if not has_split(one) and not has_split(other):
-        return (Factor(size_of(one), WHOLE),)
+        return (Factor(size_of(one)),)
     if [f.size for f in one] == [f.size for f in other]:
         return tuple(map(_joined, one, other))
     raise MixedError("joins arrays whose rows or columns differ")
@@ -105,7 +120,7 @@ def _joined(one: Factor, other: Factor) -> Factor:
         raise MixedError("joins arrays whose rows or columns differ")
     if one.split or other.split:
         raise MixedError("joins a device's part with an array that is whole")
-    return Factor(one.size, WHOLE)
+    return Factor(one.size)
 
 
 def reshaped(dims: Dims, shape: Sequence[int], sides: Sequence[Side]) -> Dims:
@@ -116,7 +131,7 @@ def reshaped(dims: Dims, shape: Sequence[int], sides: Sequence[Side]) -> Dims:
             equal size, none of which lies on two devices.
     """
     if 0 in shape:  # of no element, as frames after the only one: as any array
-        return tuple((Factor(size, SAME),) for size in shape)
+        return tuple(map(same, shape))
     factors = [one for dim in dims for one in dim]
     if any(one.split and one.size == 1 for one in factors):
         raise MixedError("a reshape of a picture of which a device has one row")

@@ -22,11 +22,12 @@ from tpuport.core.space.factors import (
     Factor,
     MixedError,
     has_split,
+    is_same,
     joined,
     whole,
     whole_of,
 )
-from tpuport.core.space.operations import RULES
+from tpuport.core.space.operations import RULES, Operation
 
 #: Passes over the body of a loop until what it carries no longer changes.
 _PASSES = 5
@@ -118,8 +119,11 @@ class Locality:
             dims: list[Dims] = given  # type: ignore[assignment]
             if name in _EXCHANGES:
                 raise MixedError(f"{name} between devices")
+            if name == "optimization_barrier":
+                return given
             if name in RULES:
-                return RULES[name](dims, params, shapes, self.sides)
+                rule, sides = RULES[name], self.sides
+                return [rule(Operation(dims, params, one, sides)) for one in shapes]
             if any(has_split(dim) for one in dims for dim in one):
                 raise MixedError(name)
             return [*map(whole, shapes)]
@@ -138,7 +142,7 @@ class Locality:
                 dim = picture[mark.given[i]]
                 at = dim[0]
                 if len(dim) > 1 or at.kind != side.axis:
-                    if number and all(one.kind == "*" for one in dim):
+                    if number and is_same(dim):
                         continue
                     raise MixedError(
                         f"{mark.name} of an array whose {mark.given[i]}. dim is not "

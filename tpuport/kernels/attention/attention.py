@@ -6,8 +6,9 @@ D head dim of queries and keys, Dv head dim of values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from tpuport.kernels.attention.problem import (
 from tpuport.kernels.attention.reference import reference_attention
 from tpuport.kernels.attention.selection import (
     DEFAULT_CHIP,
+    Selection,
     as_choice,
     select,
     splash_tiles,
@@ -33,14 +35,15 @@ from tpuport.kernels.attention.splash import splash_attention, splash_feature_ma
 
 def attention(
     q: Float[Array, "b h lq d"],
-    k: Float[Array, "b hkv lk d"],
-    v: Float[Array, "b hkv lk dv"],
+    k: Float[Array, "_ hkv lk dk"],
+    v: Float[Array, "_ _ lv dv"],
     *,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
     fall_back: bool = False,
     interpret: bool = False,
+    told: Callable[[Selection], Any] | None = None,
     **options: Unpack[Options],
 ) -> Float[Array, "b h lq dv"]:
     """softmax(scale q k^T + mask) v, exactly; see ``reference_attention``.
@@ -53,6 +56,7 @@ def attention(
         chip: such as "v6e", for the choice of blocks.
         fall_back: see ``select``.
         interpret: run Pallas kernels interpreted; others ignore it.
+        told: is called with what runs.
 
     Returns:
         [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
@@ -69,6 +73,8 @@ def attention(
         q, k, v, platform=platform, interpret=interpret, window=window, **options
     )
     selection = select(problem, choice, chip=chip, fall_back=fall_back)
+    if told is not None:
+        told(selection)
     if choice.k_smooth:
         k = smooth_keys(k, options.get("kv_lengths"))
     if selection.implementation == "splash":
@@ -100,6 +106,7 @@ def attention_feature_major(
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
     interpret: bool = False,
+    told: Callable[[Selection], Any] | None = None,
     **options: Unpack[KeyOptions],
 ) -> Float[Array, "b h dv lq"]:
     """``attention`` on arrays with the head dim before the tokens.
@@ -123,6 +130,8 @@ def attention_feature_major(
         **options,
     )
     selection = select(problem, choice, chip=chip, fall_back=True)
+    if told is not None:
+        told(selection)
     if choice.k_smooth:
         k = smooth_keys(k, _counted(k.shape[3], options), axis=3)
         choice = replace(choice, k_smooth=False)

@@ -2,10 +2,14 @@
 
 Each layer is made from upstream's module inside a trace, and holds the arrays of that
 module as upstream has them. On a TPU convolutions and norms run in the kernels of
-:mod:`tpuport.core.layers.video_layers`. What the kernels cannot, and all on a CPU, runs
+:mod:`tpuport.core.layers.video_layers`: norm, modulation and SiLU are one pass, and a
+convolution reads the frames of the chunk before, and the rows and columns of other
+devices, without joining arrays first. What the kernels cannot, and all on a CPU, runs
 as torch's operators do (:mod:`tpuport.patches`).
 
-Flax's classes are bases here, so this file is imported when a form is used.
+The whole autoencoder is made of them with ``--vae flax``, and its blocks on a TPU
+otherwise (:mod:`tpuport.models.cogvideox.patches`). Flax's classes are bases here, so
+this file is imported when one of both is used.
 
 Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels, t/y/x
 the latents' own frames, rows and columns. Source: diffusers 0.42
@@ -22,21 +26,47 @@ import torch
 from flax import nnx
 
 from tpuport.core.layers import video_layers as video
-from tpuport.core.layers.video_layers import LANES, has_kernels, marked_picture
-from tpuport.core.tracing.context import OpContext
-from tpuport.models.cogvideox.vae_native import KEPT, channels_first, channels_last
+from tpuport.core.layers.video_layers import (
+    LANES,
+    PRODUCT,
+    has_kernels,
+    marked_picture,
+)
+from tpuport.core.tracing.context import OpContext, current
+from tpuport.core.tracing.convolution_notes import note
 from tpuport.patches import conv, norms, padding
 from tpuport.plugin import parameters
 
+#: Frames that a convolution of three looks back at.
+KEPT = 2
+
 
 def refuse(known: bool, what: str) -> None:
-    """Refuse what upstream's classes have and the Flax VAE has not.
+    """Refuse what upstream's classes have and the Flax layers have not.
 
     Raises:
         NotImplementedError: with ``what`` it is, unless ``known``.
     """
     if not known:
-        raise NotImplementedError(f"the Flax VAE has no {what}; use --vae torchax")
+        raise NotImplementedError(f"the Flax layers have no {what}")
+
+
+def channels_last(x: jax.Array) -> jax.Array:
+    """[N, C, T, Y, X] -> [N, T, Y, X, C]."""
+    return jnp.transpose(x, (0, 2, 3, 4, 1))
+
+
+def channels_first(x: jax.Array) -> jax.Array:
+    """[N, T, Y, X, C] -> [N, C, T, Y, X]."""
+    return jnp.transpose(x, (0, 4, 1, 2, 3))
+
+
+def on_tensors(layer: nnx.Module, *tensors: Any, **options: Any) -> Any:
+    """What a layer makes of trees of upstream's tensors [N, C, T, Y, X], as such."""
+    active = current()
+    given = jax.tree.map(channels_last, active.arrays(tensors))
+    found = layer(active.context, *given, **options)
+    return active.tensors(jax.tree.map(channels_first, found))
 
 
 class Weights(nnx.Module):
@@ -133,7 +163,7 @@ class CausalConv(Weights):
         ``added`` is the ``residual`` or the ``shortcut`` of :func:`convolve`.
         """
         if before is None:
-            before = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
+            before = jnp.repeat(x[:, :1], KEPT, axis=1)
         out = convolve(context, x, before, self, **added)
         if last is None:
             # Cut from the chunk's own frames where there are enough: less to wait for.
@@ -144,7 +174,7 @@ class CausalConv(Weights):
 
 
 class Norm(nnx.Module):
-    """A group norm of a chunk's frames and the whole picture, and silu after it.
+    """A group norm of a chunk's frames and the whole picture, and SiLU after it.
 
     The latents scale and shift the result by pixel where upstream's norm has maps.
     Upstream enlarges the latents by nearest neighbours and convolves them with 1x1x1;
@@ -164,20 +194,28 @@ class Norm(nnx.Module):
             self.maps = nnx.List([Weights(one.conv) for one in maps])
 
     def __call__(
-        self, context: OpContext, x: jax.Array, z: jax.Array | None
+        self,
+        context: OpContext,
+        x: jax.Array,
+        z: jax.Array | None,
+        *,
+        silu: bool = True,
+        kept: int = KEPT,
     ) -> tuple[jax.Array, jax.Array | None]:
         """x [N, T, Y, X, C], z [N, t, y, x, Z]: the same as x, and its last frames.
 
-        The frames are ``None`` where they are no array of their own.
+        The ``kept`` frames are ``None`` where they are no array of their own.
         """
         spatial = bool(self.maps) and z is not None
         if not has_kernels(context) or self.channels % LANES:
-            return self._as_torch(context, x, z if spatial else None), None
+            return self._as_torch(context, x, z if spatial else None, silu), None
         maps = None
         if spatial:
             weights, biases = zip(*(one.both for one in self.maps), strict=True)
             maps = video.modulation_maps(z, x.shape[3], weights, biases)
             maps = marked_picture(context, "a modulation", maps, z)
+            for _ in weights:
+                note(context, PRODUCT)
         return video.group_norm(
             context,
             x,
@@ -185,12 +223,12 @@ class Norm(nnx.Module):
             *self.weights.both,
             self.epsilon,
             maps,
-            silu=True,
-            kept=KEPT if x.shape[1] >= KEPT else 0,
+            silu=silu,
+            kept=kept if x.shape[1] >= kept else 0,
         )
 
     def _as_torch(
-        self, context: OpContext, x: jax.Array, z: jax.Array | None
+        self, context: OpContext, x: jax.Array, z: jax.Array | None, silu: bool
     ) -> jax.Array:
         """In float32, rounded at the end."""
         wide = channels_first(x.astype(jnp.float32))
@@ -204,7 +242,7 @@ class Norm(nnx.Module):
                 for one in self.maps
             )
             out = out * factor + shift
-        return jax.nn.silu(out).astype(x.dtype)
+        return (jax.nn.silu(out) if silu else out).astype(x.dtype)
 
 
 def enlarged(context: OpContext, z: jax.Array, size: tuple[int, ...]) -> jax.Array:
@@ -271,6 +309,9 @@ class Upsample(Weights):
     def __init__(self, upstream: Any) -> None:
         super().__init__(upstream.conv)
         self.in_time = bool(upstream.compress_time)
+        conv = upstream.conv
+        known = (conv.kernel_size, conv.stride, conv.padding)
+        refuse(known == ((3, 3), (1, 1), (1, 1)), f"upsampler of {known}")
 
     def __call__(self, context: OpContext, x: jax.Array) -> jax.Array:
         """[N, T, Y, X, C] -> [N, T', 2Y, 2X, C]."""

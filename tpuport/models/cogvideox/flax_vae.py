@@ -23,10 +23,10 @@ from tpuport.models.cogvideox.flax_layers import (
     Norm,
     ResnetBlock,
     Upsample,
+    on_tensors,
     refuse,
 )
-from tpuport.models.cogvideox.vae_native import channels_first, channels_last
-from tpuport.plugin import NativeForm, current, diffusers_patch
+from tpuport.plugin import NativeForm, diffusers_patch
 
 Cache = dict[str, Any]
 """The last two frames of every causal convolution's input, by layer."""
@@ -91,15 +91,12 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         temb: torch.Tensor | None = None,
         conv_cache: Cache | None = None,
     ) -> tuple[torch.Tensor, Cache]:
-        refuse(temb is None, "time embedding")
-        active = current()
-        x, cache = jax.tree.map(
-            channels_last, active.arrays((sample, conv_cache or {}))
-        )
-        out, kept = Half(self)(active.context, x, cache)
-        found: tuple[torch.Tensor, Cache] = active.tensors(
-            jax.tree.map(channels_first, (out, kept))
-        )
+        try:
+            refuse(temb is None, "time embedding")
+            half = Half(self)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{error}; use --vae torchax") from None
+        found: tuple[torch.Tensor, Cache] = on_tensors(half, sample, conv_cache or {})
         return found
 
     return forward

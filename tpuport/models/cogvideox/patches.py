@@ -1,4 +1,9 @@
-"""Patches that only CogVideoX needs."""
+"""Patches that only CogVideoX needs.
+
+On a TPU blocks of the autoencoder run as the layers of
+:mod:`tpuport.models.cogvideox.flax_layers`, on tensors [B, C, T, Y, X] as upstream
+holds them. Elsewhere, and where these layers cannot, they are upstream's.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpuport.core.layers.video_layers import LANES
+from tpuport.core.layers.video_layers import LANES, has_kernels
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
-from tpuport.models.cogvideox import vae_native as native
 from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 
@@ -20,23 +24,43 @@ from tpuport.patches.projection import MODULATED_NORMS
 UPSTREAM = "upstream's code"
 
 
-def _forget_pointwise_cache(original: Callable[..., Any]) -> Callable[..., Any]:
+def _fits(channels: int = LANES) -> bool:
+    """Whether kernels run here, and blocks of so many channels in them."""
+    return has_kernels(current().context) and channels % LANES == 0
+
+
+def _as_layer(kind: str, call: str, module: Any, *tensors: Any, **options: Any) -> Any:
+    """What the layer of a kind makes of tensors; ``None`` if it cannot, which is noted.
+
+    Args:
+        call: what upstream's module is, in reports.
+        module: the layer's weights are its.
+    """
+    from tpuport.models.cogvideox import flax_layers
+
+    context = current().context
+    known = len(context.convolutions)
+    try:
+        layer = getattr(flax_layers, kind)(module)
+        return flax_layers.on_tensors(layer, *tensors, **options)
+    except NotImplementedError as error:
+        passed_over(context, known, call, UPSTREAM, error)
+        return None
+
+
+def _causal_convolution(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return no cache from a causal convolution that never reads one."""
 
     def forward(
         self: Any, inputs: torch.Tensor, conv_cache: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.time_kernel_size > 1 and native.applies(LANES):
-            known = len(current().context.convolutions)
-            try:
-                return native.causal_convolution(self, inputs, conv_cache)
-            except NotImplementedError as error:
-                # What the kernels cannot, the compiler's own convolution can.
-                passed_over(
-                    current().context, known, "causal convolution", UPSTREAM, error
-                )
-        output, cache = original(self, inputs, conv_cache)
-        return output, None if self.time_kernel_size == 1 else cache
+    ) -> Any:
+        if self.time_kernel_size == 1:
+            return original(self, inputs, conv_cache)[0], None
+        found = None
+        if _fits():
+            given = (inputs, conv_cache)
+            found = _as_layer("CausalConv", "causal convolution", self, *given)
+        return found or original(self, inputs, conv_cache)
 
     return forward
 
@@ -56,11 +80,11 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, dict[str, None]]:
         if self.conv_y.time_kernel_size != 1 or self.conv_b.time_kernel_size != 1:
             raise NotImplementedError("the norm's convolutions are not pointwise")
-        channels = f.shape[1]
-        if native.applies(channels):
-            empty = {"conv_y": None, "conv_b": None}
+        channels, empty = f.shape[1], {"conv_y": None, "conv_b": None}
+        if _fits(channels):
             silu = getattr(self, _WITH_SILU, False)
-            return native.norm(self, f, zq, silu=silu), empty
+            found = _as_layer("Norm", "norm", self, f, zq, silu=silu, kept=0)
+            return found[0], empty
         modulation = torch.cat([self.conv_y.conv(zq), self.conv_b.conv(zq)], dim=1)
         if f.shape[2] > 1 and f.shape[2] % 2 == 1:
             # The first frame stands for itself, see the causal convolutions.
@@ -70,7 +94,7 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             modulation = F.interpolate(modulation, size=f.shape[-3:])
         scaled = self.norm_layer(f) * modulation[:, :channels]
-        return scaled + modulation[:, channels:], {"conv_y": None, "conv_b": None}
+        return scaled + modulation[:, channels:], empty
 
     return forward
 
@@ -85,7 +109,7 @@ def _activation_in_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm, activation = self.norm_out, self.conv_act
         known = isinstance(activation, torch.nn.SiLU)
-        if not known or not native.applies(norm.norm_layer.num_channels):
+        if not known or not _fits(norm.norm_layer.num_channels):
             return original(self, *args, **kwargs)
         self.conv_act = torch.nn.Identity()
         setattr(norm, _WITH_SILU, True)
@@ -99,43 +123,28 @@ def _activation_in_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resnet_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The block of kernels on a TPU; elsewhere upstream's."""
-
     def forward(
         self: Any,
         inputs: torch.Tensor,
         temb: torch.Tensor | None = None,
         zq: torch.Tensor | None = None,
         conv_cache: dict[str, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        narrow = min(self.in_channels, self.out_channels)
-        if temb is None and native.applies(narrow) and native.applies(inputs.shape[1]):
-            known = len(current().context.convolutions)
-            try:
-                return native.resnet_block(self, inputs, zq, conv_cache or {})
-            except NotImplementedError as error:
-                # What the kernels cannot, the compiler's own operations can.
-                passed_over(current().context, known, "resnet block", UPSTREAM, error)
-        found: tuple[torch.Tensor, dict[str, torch.Tensor]] = original(
-            self, inputs, temb, zq, conv_cache
-        )
-        return found
+    ) -> Any:
+        found = None
+        if temb is None and _fits(self.in_channels) and _fits(self.out_channels):
+            given = (inputs, zq, conv_cache or {})
+            found = _as_layer("ResnetBlock", "resnet block", self, *given)
+        return found or original(self, inputs, temb, zq, conv_cache)
 
     return forward
 
 
 def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Enlarging within the convolution's kernel on a TPU; elsewhere upstream's."""
-
-    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-        if native.applies(inputs.shape[1]):
-            known = len(current().context.convolutions)
-            try:
-                return native.upsample(self, inputs)
-            except NotImplementedError as error:
-                passed_over(current().context, known, "upsampler", UPSTREAM, error)
-        found: torch.Tensor = original(self, inputs)
-        return found
+    def forward(self: Any, inputs: torch.Tensor) -> Any:
+        found = None
+        if _fits(inputs.shape[1]):
+            found = _as_layer("Upsample", "upsampler", self, inputs)
+        return original(self, inputs) if found is None else found
 
     return forward
 
@@ -180,7 +189,7 @@ PATCHES: tuple[Patch, ...] = (
     diffusers_patch(
         "cogvideox-pointwise-conv-cache",
         f"{_VAE}:CogVideoXCausalConv3d.forward",
-        _forget_pointwise_cache,
+        _causal_convolution,
         "a convolution of temporal size 1 keeps its whole input as a cache that "
         "is never read: it costs memory, and its shape depends on the chunk length, so "
         "the third chunk of a decode would compile once more",
