@@ -46,9 +46,14 @@ PLUGIN = ModelPlugin(
             defaults=_SMALL,
         ),
         "t2v": Published(_HUB, "configs/13b-t2v.json", "text to video", {"fps": 24}),
-        "i2v": Published(f"{_HUB}-I2V", "", "image to video", {"fps": 24}),
+        "i2v": Published(
+            f"{_HUB}-I2V", "configs/13b-i2v.json", "image to video", {"fps": 24}
+        ),
         "i2v-33ch": Published(
-            f"{_HUB}-I2V-33ch", "", "image to video, image in channels", {"fps": 24}
+            f"{_HUB}-I2V-33ch",
+            "configs/13b-i2v-33ch.json",
+            "image to video, image in channels",
+            {"fps": 24},
         ),
     },
 )

@@ -22,7 +22,7 @@ _720P = {"height": 720, "width": 1280}
 _5B = {"height": 704, "width": 1280, "num_frames": 121}
 VARIANTS = {
     hub.lower(): Published(
-        f"Wan-AI/Wan{hub}-Diffusers", CONFIGS / file if file else "", title, defaults
+        f"Wan-AI/Wan{hub}-Diffusers", CONFIGS / file, title, defaults
     )
     for hub, file, title, defaults in (
         ("2.1-T2V-1.3B", "2.1-t2v-1.3b.json", "text to video", {}),
@@ -31,7 +31,7 @@ VARIANTS = {
         ("2.1-I2V-14B-720P", "2.1-i2v-14b.json", "image to video", _720P),
         ("2.2-T2V-A14B", "2.2-t2v-a14b.json", "text to video, two experts", _720P),
         ("2.2-I2V-A14B", "2.2-i2v-a14b.json", "image to video, two experts", _720P),
-        ("2.2-TI2V-5B", "", "text to video, image to video", _5B),
+        ("2.2-TI2V-5B", "2.2-ti2v-5b.json", "text to video, image to video", _5B),
     )
 }
 #: Channels that each class gives its transformer; 48 are those of 2.2 5B.
