@@ -258,8 +258,8 @@ def test_the_host_is_ahead_by_the_programs_of_one_step(
     waited: list[Any] = []
     one = seam_of(same).arithmetic
     one.wait()
-    monkeypatch.setattr(arithmetic.jax, "block_until_ready", waited.append)
     x = same(Y)
+    monkeypatch.setattr(arithmetic.jax, "block_until_ready", waited.append)
     for number in range(4):
         x = x * 2
         one.compute()

@@ -21,7 +21,7 @@ from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.patching import PatchStatus
-from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.core.tracing.ported_module import PortedModule, WeightNames
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
 from tpuport.core.weights.placement import abstract_weights
@@ -113,9 +113,8 @@ class ModuleWeights:
             stacked: tuple[Stack, ...] = ()
             # In space none: a kernel in a scan copies its pictures in and out.
             if not self.target.splits_space(self.name):
-                names = PortedModule(self.module, self._runtime()).names
-                alike = alike_blocks(self.module)
-                stacked = usable_stacks(alike, names.tied)
+                tied = WeightNames.of(self.module).tied
+                stacked = usable_stacks(alike_blocks(self.module), tied)
             self._rebuild(stacked)
         assert self._ported is not None
         return self._ported
