@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax import ShapeDtypeStruct
 
 import tpuport
 from tests.core.tracing.test_forward_split import Plain, given
@@ -18,7 +20,7 @@ from tpuport.core.seam.ported import seam_of
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import gathering
 from tpuport.core.weights.gathering import gathered
-from tpuport.core.weights.sharding import ShardRule, WeightInfo, plan_sharding
+from tpuport.core.weights.sharding import ShardRule, plan_sharding
 
 STACKED = "model.transformer_blocks.*.ff.net.0.proj.weight"
 
@@ -67,10 +69,11 @@ def planned(mesh: str, room: float) -> Any:
     """A plan of two stacked blocks, of 64 MiB each, and 8 MiB beside them."""
     sizes = {"dp": 1, "sp": 1, "tp": 1}
     sizes |= {k: int(v) for k, v in (part.split("=") for part in mesh.split(","))}
-    weights = {f"blocks.{i}.weight": WeightInfo((4096, 8192), 2) for i in range(2)} | {
-        f"blocks.{i}.bias": WeightInfo((4096,), 2) for i in range(2)
-    }
-    weights["last.weight"] = WeightInfo((1024, 4096), 2)
+    weights = {
+        f"blocks.{i}.weight": ShapeDtypeStruct((4096, 8192), jnp.bfloat16)
+        for i in range(2)
+    } | {f"blocks.{i}.bias": ShapeDtypeStruct((4096,), jnp.bfloat16) for i in range(2)}
+    weights["last.weight"] = ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
     rules = [
         ShardRule(pattern=r"blocks\.\d+\.weight", spec=(None, "tp")),
         ShardRule(pattern=r"blocks\.\d+\.bias|last\.weight", spec=()),

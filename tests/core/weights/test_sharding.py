@@ -6,14 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from jax import ShapeDtypeStruct
 
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.weights.sharding import (
     ShardingPlan,
     ShardRule,
-    WeightInfo,
     named_shardings,
     plan_sharding,
 )
@@ -23,7 +24,7 @@ MESH = {"dp": 2, "sp": 1, "tp": 4}
 
 # A two-block model, [out, in] as in torch.
 WEIGHTS = {
-    f"blocks.{i}.{name}": WeightInfo(shape=shape, itemsize=2)
+    f"blocks.{i}.{name}": ShapeDtypeStruct(shape, jnp.bfloat16)
     for i in range(2)
     for name, shape in {
         "up.weight": (16, 8),
@@ -62,7 +63,7 @@ def problems(
 def one(shape: tuple[int, ...], *spec: Any) -> tuple[str, ...]:
     """The problems of a single weight ``w`` under a single rule."""
     rules = (ShardRule(pattern="w", spec=spec),)
-    return problems(rules, {"w": WeightInfo(shape=shape, itemsize=4)})
+    return problems(rules, {"w": ShapeDtypeStruct(shape, jnp.float32)})
 
 
 class TestRule:
@@ -124,7 +125,7 @@ class TestPlan:
     def test_a_dim_may_be_split_by_several_axes(self) -> None:
         mesh = {"dp": 1, "sp": 2, "tp": 4}
         rules = (ShardRule(pattern="w", spec=(("sp", "tp"), None)),)
-        weights = {"w": WeightInfo(shape=(16, 3), itemsize=4)}
+        weights = {"w": ShapeDtypeStruct((16, 3), jnp.float32)}
         done = plan(rules, weights, mesh)
         assert done.bytes_per_device == 16 * 3 * 4 // 8
 
@@ -134,7 +135,6 @@ class TestPlan:
         assert done.rules[-1].matches == 0
 
     def test_weights_may_be_tensors_or_abstract_arrays(self) -> None:
-        import jax
         import ml_dtypes
         import numpy as np
         import torch
@@ -142,22 +142,10 @@ class TestPlan:
         weights = {
             "w.torch": torch.empty(4, 2, dtype=torch.bfloat16, device="meta"),
             "w.numpy": np.zeros((4, 2), ml_dtypes.bfloat16),
-            "w.jax": jax.ShapeDtypeStruct((4, 2), jax.numpy.bfloat16),
-            "w.info": WeightInfo(shape=(4, 2), itemsize=2),
+            "w.jax": ShapeDtypeStruct((4, 2), jnp.bfloat16),
         }
         done = plan((ShardRule(pattern=r"w\..*", spec=("tp", None)),), weights)
-        assert done.total_bytes == 4 * 16
-
-    def test_a_weight_without_an_item_size_is_refused(self) -> None:
-        class Shapely:
-            shape = (2,)
-
-        with pytest.raises(ShardingError) as caught:
-            plan((ShardRule(pattern="w", spec=()),), {"w": Shapely()})
-        assert str(caught.value) == (
-            "weight w is a Shapely without itemsize and dtype.itemsize; "
-            "hand in a WeightInfo"
-        )
+        assert done.total_bytes == 3 * 16
 
 
 class TestProblems:
@@ -205,7 +193,7 @@ class TestProblems:
 
     def test_the_same_problem_of_many_weights_is_one_line(self) -> None:
         weights = {
-            f"b.{i}": WeightInfo(shape=(30 + i // 5, 1), itemsize=4) for i in range(6)
+            f"b.{i}": ShapeDtypeStruct((30 + i // 5, 1), jnp.float32) for i in range(6)
         }
         found = problems((ShardRule(pattern=r"b\..*", spec=("tp", None)),), weights)
         assert [text.split("divide it: ")[1] for text in found] == [

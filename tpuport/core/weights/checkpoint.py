@@ -7,24 +7,20 @@ files are never read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.typed import read_json
 from tpuport.core.weights.configs import check_config
 from tpuport.errors import MissingWeightsError, WeightsError, damaged
-
-if TYPE_CHECKING:
-    pass
-
-T = TypeVar("T")
 
 #: The files that name a pipeline and its components; the second, of one made of blocks.
 INDEXES = ("model_index.json", "modular_model_index.json")
@@ -53,8 +49,6 @@ class Checkpoint:
     folder: Path
     source: str
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
-    _configs: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         # Upstream's loaders could take a relative path of two parts for a hub id.
@@ -80,38 +74,31 @@ class Checkpoint:
             WeightsError: the file is missing or not JSON, a value cannot be, or the
                 class does not exist.
         """
-        if component not in self._configs:
-            names = ("config.json", "scheduler_config.json", "guider_config.json")
-            files = [self.folder / component / name for name in names]
-            found = [file for file in files if file.is_file()]
-            if not found:
+        names = ("config.json", "scheduler_config.json", "guider_config.json")
+        files = [self.folder / component / name for name in names]
+        found = [file for file in files if file.is_file()]
+        if not found:
+            raise damaged(
+                f"{self.source}: {component}/config.json is missing; the folder is "
+                "not a complete diffusers checkpoint",
+                "the checkpoint",
+            )
+        config = _read_json(found[0])
+        name = self.class_name(component)
+        # A class of a plugin's own library is the plugin's to check.
+        if name and (library := self.index[component][0]) in _LIBRARIES:
+            cls = getattr(importlib.import_module(library), name, None)
+            if cls is None:
                 raise damaged(
-                    f"{self.source}: {component}/config.json is missing; the folder is "
-                    "not a complete diffusers checkpoint",
-                    "the checkpoint",
+                    f"{self.source}: model_index.json: {component} is a {name} of "
+                    f"{library}, which the installed version does not have"
                 )
-            config = _read_json(found[0])
-            # A class of a plugin's own library is the plugin's to check.
-            if self.class_name(component) and self.index[component][0] in _LIBRARIES:
-                check_config(
-                    self.upstream_class(component),
-                    config,
-                    self.named(component, found[0].name),
-                    lambda: self._stored_tensors(component),
-                )
-            self._configs[component] = config
-        return dict(self._configs[component])
-
-    def kept(self, key: Any, make: Callable[[], T]) -> T:
-        """What ``make`` returned for ``key`` when it was first called."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        found: T = self._kept[key]
-        return found
-
-    def named(self, component: str, file: str) -> str:
-        """A file as messages name it."""
-        return f"{self.source}: {component}/{file}"
+            stored = None
+            with contextlib.suppress(WeightsError):  # for the stage that needs them
+                stored = len(self.weight_files(component))
+            file = f"{self.source}: {component}/{found[0].name}"
+            check_config(cls, config, file, stored)
+        return config
 
     def class_name(self, component: str) -> str | None:
         """The class that ``model_index.json`` names; ``None`` where it names none.
@@ -129,33 +116,6 @@ class Checkpoint:
                 "of a library and a class is needed"
             )
         return entry[1] or None
-
-    def upstream_class(self, component: str) -> Any:
-        """The class itself, of diffusers or transformers; ``None`` where none is named.
-
-        Raises:
-            WeightsError: neither library has such a class.
-        """
-        name = self.class_name(component)
-        if name is None:
-            return None
-        library = self.index[component][0]
-        if library in _LIBRARIES:
-            try:
-                return getattr(importlib.import_module(library), name)
-            except AttributeError:
-                pass
-        raise damaged(
-            f"{self.source}: model_index.json: {component} is a {name} of {library}, "
-            "which the installed versions of diffusers and transformers do not have"
-        )
-
-    def _stored_tensors(self, component: str) -> int | None:
-        """How many tensors the files of a component hold; ``None`` if unknown."""
-        try:
-            return len(self.weight_files(component))
-        except WeightsError:  # for the stage that needs them to say
-            return None
 
     def weight_files(self, component: str) -> dict[str, Path]:
         """The file of every stored tensor of a component.
@@ -196,7 +156,7 @@ class Checkpoint:
     def _sharded(self, component: str, index: Path) -> dict[str, Path]:
         mapping = _weight_map(index)
         stored: dict[str, Path] = {}
-        for name in _shards(index, mapping):
+        for name in sorted(set(mapping.values())):
             shard = index.parent / name
             if not shard.is_file():
                 raise damaged(
@@ -221,30 +181,17 @@ class Checkpoint:
         return stored
 
     def _keys(self, path: Path) -> list[str]:
-        with self._open(path) as file:
-            return list(file.keys())
-
-    def _open(self, path: Path) -> Any:
+        """The names of the tensors in a file; its header alone is read."""
         from safetensors import SafetensorError, safe_open
 
         try:
-            return safe_open(path, framework="pt", device="cpu")
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return list(file.keys())
         except (SafetensorError, OSError) as error:
             raise damaged(
                 f"{self.source}: {path.parent.name}/{path.name} is truncated or not a "
                 f"safetensors file ({error})"
             ) from error
-
-    def shapes(self, files: Mapping[str, Path]) -> dict[str, tuple[str, list[int]]]:
-        """Dtype, as the files spell it (``"BF16"``), and shape of every tensor of
-        ``files``; reads headers only."""
-        found: dict[str, tuple[str, list[int]]] = {}
-        for path in dict.fromkeys(files.values()):
-            with self._open(path) as file:
-                for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    part = file.get_slice(name)
-                    found[name] = part.get_dtype(), part.get_shape()
-        return found
 
     def fingerprint(self, component: str) -> str:
         """A fingerprint of the contents of a component's files, wherever they lie.
@@ -276,7 +223,8 @@ def _files_read(folder: Path) -> list[Path]:
         weights = [*folder.glob(f"{stem}.safetensors"), *folder.glob(index.name)]
         if index.is_file():
             # By the index: a shard may have any name.
-            shards = [folder / name for name in _shards(index, _weight_map(index))]
+            names = sorted(set(_weight_map(index).values()))
+            shards = [folder / name for name in names]
             weights += [shard for shard in shards if shard not in weights]
         if weights:
             return [*weights, *folder.glob("config.json")]
@@ -288,30 +236,22 @@ def _files_read(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name.
+    """Tensor name -> name of its file.
 
     Raises:
-        WeightsError: the index has no such map.
+        WeightsError: there is no such map, or a name that is no file of the index's own
+            folder.
     """
     mapping = _read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise damaged(f"{index} has no map")
-    return mapping
-
-
-def _shards(index: Path, mapping: Mapping[str, Any]) -> list[str]:
-    """The names of the files that an index names.
-
-    Raises:
-        WeightsError: one is no file of the index's own folder.
-    """
     for tensor, name in mapping.items():
         if not isinstance(name, str) or Path(name).name != name or name == "..":
             raise damaged(
                 f"{index}: weight_map.{tensor} is {name!r}, which is no file of its "
                 "folder"
             )
-    return sorted(set(mapping.values()))
+    return mapping
 
 
 def _pair(entry: Any) -> Any:

@@ -8,12 +8,11 @@ value may be is told by the constructor itself, by its annotations and defaults.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tpuport.core.files.atomic import one_line
@@ -32,7 +31,7 @@ _ACTIVATIONS = ("hidden_act", "feed_forward_proj")
 
 
 def check_config(
-    cls: Any, config: Mapping[str, Any], file: str, stored: Callable[[], int | None]
+    cls: Any, config: Mapping[str, Any], file: str, stored: int | None
 ) -> None:
     """Refuse a config whose values are not what the constructor of ``cls`` declares.
 
@@ -41,28 +40,23 @@ def check_config(
     Args:
         cls: of diffusers, or a model of transformers.
         file: what the config was read from, for messages.
-        stored: how many tensors the component has in files, if that is known; called
-            once, if at all.
+        stored: how many tensors the component has in files, if that is known.
 
     Raises:
         WeightsError: a value of another type, an empty list, a number that is not
             finite, not positive or far beyond its default, more layers than the
             files hold tensors, or an activation function or a model that there is not.
     """
-    stored = functools.cache(stored)
     owner = cls if hasattr(cls, "from_config") else getattr(cls, "config_class", cls)
     for name, parameter in inspect.signature(owner.__init__).parameters.items():
         if name not in config:
             continue
         value = config[name]
         problem = _type_problem(value, parameter)
-        if not problem and type(value) is int and _DEPTH.fullmatch(name):
-            known = stored()
-            if value > (_DEEPEST if known is None else known):
-                limit = (
-                    f"{_DEEPEST}" if known is None else f"the {known} tensors stored"
-                )
-                problem = f"more than {limit}"
+        deep = type(value) is int and _DEPTH.fullmatch(name)
+        if not problem and deep and value > (_DEEPEST if stored is None else stored):
+            limit = _DEEPEST if stored is None else f"the {stored} tensors stored"
+            problem = f"more than {limit}"
         problem = problem or _range_problem(name, value, parameter.default)
         problem = problem or _activation_problem(name, value)
         if problem:

@@ -18,12 +18,7 @@ import jax
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.chips import chip_of
 from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.core.weights.sharding import (
-    ShardingPlan,
-    Spec,
-    item_size,
-    spec_axes,
-)
+from tpuport.core.weights.sharding import ShardingPlan, Spec, spec_axes, weight_bytes
 
 #: Share of a chip's memory for weights; the rest is for activations.
 WEIGHT_SHARE = 0.7
@@ -53,7 +48,7 @@ def gathered(
 
     Args:
         plan: a plan of whole weights, or of weights that tp splits.
-        weights: name -> object with a shape and an item size, for the whole plan.
+        weights: as :func:`plan_sharding` took them.
         room: bytes of a device that the weights may take.
     """
     found = plan
@@ -88,7 +83,7 @@ def _in_parts(
         if finer is None:
             continue
         ways = math.prod(plan.mesh[a] for entry in spec for a in spec_axes(entry))
-        size = math.prod(shape) * item_size(members[0], weights[members[0]]) // ways
+        size = weight_bytes(weights[members[0]]) // ways
         held |= dict.fromkeys(members, finer)
         saved += (size - size // parts) * len(members)
     return replace(

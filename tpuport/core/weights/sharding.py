@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.reports import bytes_text
+from tpuport.core.reports import bytes_text, plural
 from tpuport.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -79,18 +79,6 @@ class ShardRule:
                 'entry per dim, such as ("tp", None) or (("sp", "tp"), None), or () '
                 "to replicate"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class WeightInfo:
-    """Shape and bytes per element of a weight, for plans without the weights.
-
-    Plans take any object with ``shape`` and ``itemsize`` or ``dtype.itemsize``: torch
-    tensors, jax and numpy arrays, ``jax.ShapeDtypeStruct``.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,70 +175,55 @@ def plan_sharding(
 
     Args:
         rules: exactly one rule must match each weight.
-        weights: name -> object with a shape and an item size, see :class:`WeightInfo`.
+        weights: name -> object with a shape and a dtype: a torch tensor, an array, or
+            ``jax.ShapeDtypeStruct``.
         mesh_shape: axis name -> size, all axes of the mesh.
 
     Raises:
         UndividedError: the mesh alone does not fit; lists every weight.
         ShardingError: lists every weight and rule that does not fit.
     """
-    compiled = [re.compile(rule.pattern) for rule in rules]
-    # An axis that the mesh lacks is reported with the rule, and counts as size 1.
-    sizes = dict(mesh_shape)
-    problems = _Problems(component)
-    matches: Counter[int] = Counter()
-    matched_bytes: Counter[int] = Counter()
-    assignments: dict[str, Spec] = {}
-    unmatched: dict[str, int] = {}
-    total = per_device = replicated = 0
-
+    problems = _Problems(component, dict(mesh_shape))
     for rule in rules:
-        problems.check_rule(rule, sizes)
+        problems.check_rule(rule)
+    compiled = [re.compile(rule.pattern) for rule in rules]
+    matched: list[list[str]] = [[] for _ in rules]
+    nbytes = {name: weight_bytes(weight) for name, weight in weights.items()}
+    ways = dict.fromkeys(weights, 1)
+    assignments: dict[str, Spec] = {}
     for name, weight in weights.items():
-        shape = tuple(int(size) for size in weight.shape)
-        nbytes = math.prod(shape) * item_size(name, weight)
         found = [i for i, regex in enumerate(compiled) if regex.fullmatch(name)]
         for index in found:
-            matches[index] += 1
-            matched_bytes[index] += nbytes
-        ways = 1
-        if not found:
-            unmatched[name] = nbytes
-        else:
+            matched[index].append(name)
+        if found:
             rule = rules[found[0]]
             assignments[name] = rule.spec
-            ways = problems.check_weight(name, shape, rule, sizes)
+            ways[name] = problems.parts(name, tuple(weight.shape), rule)
         if len(found) > 1:
             listed = " and ".join(repr(rules[i].pattern) for i in found)
             problems.add(f"rules {listed} match the same weight", name)
-        total += nbytes
-        per_device += nbytes // ways
-        replicated += nbytes if ways == 1 else 0
-    if unmatched:
-        count, size = len(unmatched), bytes_text(sum(unmatched.values()))
-        problems.add(
-            f"no rule matches {count} weight{'s' if count > 1 else ''} of {component} "
-            f"({size})",
-            *unmatched,
-        )
-    for index, rule in enumerate(rules):
-        if not matches[index] and not rule.optional:
+    if unmatched := [name for name in weights if name not in assignments]:
+        size = bytes_text(sum(nbytes[name] for name in unmatched))
+        told = f"no rule matches {plural(len(unmatched), 'weight')} of {component}"
+        problems.add(f"{told} ({size})", *unmatched)
+    for rule, names in zip(rules, matched, strict=True):
+        if not names and not rule.optional:
             problems.add(
                 f"rule {rule.pattern!r} matches no weight of {component}; correct "
                 "it, or set optional=True if only some configs have the weight"
             )
-    problems.check(sizes)
+    problems.check()
     return ShardingPlan(
         component=component,
-        mesh=sizes,
+        mesh=problems.mesh,
         rules=tuple(
-            RuleUse(rule.pattern, rule.spec, matches[i], matched_bytes[i])
-            for i, rule in enumerate(rules)
+            RuleUse(rule.pattern, rule.spec, len(names), sum(nbytes[n] for n in names))
+            for rule, names in zip(rules, matched, strict=True)
         ),
         assignments=assignments,
-        total_bytes=total,
-        bytes_per_device=per_device,
-        replicated_bytes=replicated,
+        total_bytes=sum(nbytes.values()),
+        bytes_per_device=sum(size // ways[name] for name, size in nbytes.items()),
+        replicated_bytes=sum(n for name, n in nbytes.items() if ways[name] == 1),
     )
 
 
@@ -275,46 +248,45 @@ def named_shardings(
     }
 
 
+@dataclass
 class _Problems:
     """Collects problems; one problem of many weights becomes one line."""
 
-    def __init__(self, component: str) -> None:
-        self._component = component
-        # Line -> its weights. Blocks of a model repeat, and so would the line.
-        self._found: dict[str, list[str]] = {}
-        self._undivided: set[str] = set()
-        self._split: dict[tuple[str, ...], set[int]] = {}
+    component: str
+    mesh: dict[str, int]
+    # Line -> its weights. Blocks of a model repeat, and so would the line.
+    found: dict[str, list[str]] = field(default_factory=dict)
+    undivided: set[str] = field(default_factory=set)
+    split: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
 
-    def check(self, mesh: Mapping[str, int]) -> None:
+    def check(self) -> None:
         """Refuse a plan with problems.
 
         Raises:
             ShardingError: lists all problems.
         """
-        count = len(self._found)
-        if count:
-            told = (
-                f"sharding of {self._component} on mesh {_mesh_text(mesh)} has "
-                f"{count} problem{'s' if count > 1 else ''}:"
-                + "".join(
-                    f"\n  - {text}: {_names_text(names)}" if names else f"\n  - {text}"
-                    for text, names in self._found.items()
-                )
-            )
-            if self._undivided == self._found.keys():
-                raise UndividedError(told, self._split)
-            raise ShardingError(told)
+        if not self.found:
+            return
+        told = (
+            f"sharding of {self.component} on mesh {_mesh_text(self.mesh)} has "
+            f"{plural(len(self.found), 'problem')}:"
+        )
+        for text, names in self.found.items():
+            told += f"\n  - {text}" + (f": {_names_text(names)}" if names else "")
+        if self.undivided == self.found.keys():
+            raise UndividedError(told, self.split)
+        raise ShardingError(told)
 
     def add(self, text: str, *names: str) -> None:
-        self._found.setdefault(text, []).extend(names)
+        self.found.setdefault(text, []).extend(names)
 
-    def check_rule(self, rule: ShardRule, sizes: Mapping[str, int]) -> None:
+    def check_rule(self, rule: ShardRule) -> None:
         uses = Counter(axis for entry in rule.spec for axis in spec_axes(entry))
         for axis, count in uses.items():
-            if axis not in sizes:
+            if axis not in self.mesh:
                 self.add(
                     f"rule {rule.pattern!r} names mesh axis {axis!r}, the mesh has "
-                    f"{', '.join(sizes)}"
+                    f"{', '.join(self.mesh)}"
                 )
             if count > 1:
                 self.add(
@@ -322,36 +294,31 @@ class _Problems:
                     f"{_spec_text(rule.spec)}; an axis can split one dim"
                 )
 
-    def check_weight(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rule: ShardRule,
-        sizes: Mapping[str, int],
-    ) -> int:
-        """Number of parts of the weight; 1 if it cannot be split."""
+    def parts(self, name: str, shape: tuple[int, ...], rule: ShardRule) -> int:
+        """Number of parts of a weight; 1 if it cannot be split."""
         if rule.spec and len(rule.spec) != len(shape):
             self.add(
                 f"rule {rule.pattern!r} has a spec of rank {len(rule.spec)}, "
                 f"{_spec_text(rule.spec)}, for a weight of rank {len(shape)}, shape "
-                f"{_shape_text(shape)}",
+                f"{list(shape)}",
                 name,
             )
             return 1
         ways = 1
         for dim, entry in enumerate(rule.spec):
-            # A set, because an axis used twice is reported with the rule.
-            axes = [axis for axis in dict.fromkeys(spec_axes(entry)) if axis in sizes]
-            parts = math.prod(sizes[axis] for axis in axes)
-            self._split.setdefault(tuple(axes), set()).add(shape[dim])
+            # What is wrong with an axis by itself is told with the rule: one that the
+            # mesh lacks counts as size 1, and one that is named twice counts once.
+            axes = [a for a in dict.fromkeys(spec_axes(entry)) if a in self.mesh]
+            parts = math.prod(self.mesh[axis] for axis in axes)
+            self.split.setdefault(tuple(axes), set()).add(shape[dim])
             if shape[dim] % parts:
                 text = (
                     f"rule {rule.pattern!r} splits dim {dim} of size {shape[dim]} "
-                    f"(shape {_shape_text(shape)}) over mesh axis {'+'.join(axes)} of "
+                    f"(shape {list(shape)}) over mesh axis {'+'.join(axes)} of "
                     f"size {parts}, which does not divide it"
                 )
                 self.add(text, name)
-                self._undivided.add(text)
+                self.undivided.add(text)
             else:
                 ways *= parts
         return ways
@@ -370,17 +337,9 @@ def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
-def item_size(name: str, weight: Any) -> int:
-    """Bytes of an element of a weight; see :class:`WeightInfo`."""
-    size = getattr(weight, "itemsize", None)
-    if size is None:
-        size = getattr(getattr(weight, "dtype", None), "itemsize", None)
-    if size is None:
-        raise ShardingError(
-            f"weight {name} is a {type(weight).__name__} without itemsize and "
-            "dtype.itemsize; hand in a WeightInfo"
-        )
-    return int(size)
+def weight_bytes(weight: Any) -> int:
+    """Bytes of a tensor or an array, unsplit."""
+    return math.prod(weight.shape) * int(weight.dtype.itemsize)
 
 
 def _json_spec(spec: Spec) -> list[Any]:
@@ -391,10 +350,6 @@ def _spec_text(spec: Spec) -> str:
     if not spec:
         return "replicated"
     return "[" + ", ".join("+".join(spec_axes(entry)) or "-" for entry in spec) + "]"
-
-
-def _shape_text(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
