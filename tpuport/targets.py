@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.programs.module_programs import ModulePrograms
+    from tpuport.core.programs.built_folder import BuiltFolder
     from tpuport.core.seam.target import Target
 
 
@@ -85,19 +85,17 @@ def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
 
 def executables_for(
     pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
-) -> ModulePrograms | None:
+) -> BuiltFolder | None:
     """The executables that the settings name, found to be for this pipeline and mesh.
 
     Raises:
         ArtifactError: the folder is damaged, or for something else.
     """
     from tpuport.core.programs.built_folder import BuiltFolder
-    from tpuport.core.programs.module_programs import ModulePrograms
 
     if settings.executables is None:
         return None
-    built = BuiltFolder.open(Path(settings.executables))
-    found = ModulePrograms(built=built, reporter=reporter)
+    found = BuiltFolder.open(Path(settings.executables), reporter)
     about: dict[str, Any] = {"attention": str(settings.attention)}
     if settings.dtype is not None:
         about["dtype"] = str(settings.dtype)

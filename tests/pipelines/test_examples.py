@@ -35,7 +35,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines.call_arguments import as_arrays
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.pipeline_plan import rehearsed
-from tpuport.core.programs.module_programs import ARITHMETIC
+from tpuport.core.programs.program_key import ARITHMETIC
 from tpuport.core.reports import Reporter
 from tpuport.core.seam import program_runs
 from tpuport.core.seam.arithmetic import Arithmetic

@@ -24,7 +24,7 @@ from tpuport.core.files.sealed_json import write_document
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan import building
 from tpuport.core.plan.building import Built, CompileError, build_pipeline
-from tpuport.core.programs import module_programs
+from tpuport.core.programs import built_folder
 from tpuport.core.programs.built_folder import BuiltFolder, write_manifest
 from tpuport.core.programs.folder_place import MANIFEST, MANIFEST_SCHEMA, check_place
 from tpuport.core.reports import Reporter
@@ -115,7 +115,7 @@ def test_stages_are_compiled_one_by_one_and_others_stay(
     compile_into(folder, ("denoise",))
     names = [path.name for path in executables(folder)]
     assert names == [path.name for path in executables(whole)]
-    assert len(BuiltFolder.open(folder).entries) == len(names)
+    assert len(BuiltFolder.open(folder, Reporter()).entries) == len(names)
     # Of other settings, what was there of other components goes, and is told.
     said: list[str] = []
     entries = [one.entry for one in encoded]
@@ -138,7 +138,7 @@ def test_another_run_is_refused_by_name_before_anything_is_loaded(
     def load(*args: Any) -> None:
         raise AssertionError("an executable was loaded")
 
-    monkeypatch.setattr(module_programs.files, "load", load)
+    monkeypatch.setattr(built_folder, "load", load)
     with pytest.raises(ArtifactError, match="is not for this run") as caught:
         tpuport.port(pipeline_of()[0], **{"mesh": MESH, **how}, executables=folder)
     assert words in str(caught.value)
@@ -172,7 +172,7 @@ def test_an_executable_that_jax_refuses_is_compiled_by_its_cache(
     def refuse(*args: Any) -> None:
         raise RuntimeError("another libtpu")
 
-    monkeypatch.setattr(module_programs.files, "load", refuse)
+    monkeypatch.setattr(built_folder, "load", refuse)
     heard = Heard()
     _, loaded = run(heard, executables=folder)
     assert not any(loaded)
@@ -192,16 +192,14 @@ def test_a_damaged_folder_is_one_line(damage: str, folder: Path) -> None:
         shutil.rmtree(folder)
     kind = MissingArtifactError if damage == "folder" else ArtifactError
     with pytest.raises(kind) as caught:
-        BuiltFolder.open(folder)
+        BuiltFolder.open(folder, Reporter())
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
 
 
 def test_an_executable_of_another_program_under_a_name_is_refused(folder: Path) -> None:
-    entry = BuiltFolder.open(folder).entries[0]
-    other = replace(entry.key, chip="other")
-    built = BuiltFolder.open(folder)
-    found = module_programs.ModulePrograms(built=built, reporter=Reporter())
+    found = BuiltFolder.open(folder, Reporter())
+    other = replace(found.entries[0].key, chip="other")
     with pytest.raises(ArtifactError, match=r"not for this run .*chip cpu -> other"):
         found.find(other)
 

@@ -15,8 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.core import compat
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.programs.module_programs import lowered, module_key
-from tpuport.core.programs.program_key import KEY_VERSION, ProgramKey, host_name
+from tpuport.core.programs.jax_cache import lowered
+from tpuport.core.programs.program_key import (
+    KEY_VERSION,
+    ProgramKey,
+    host_name,
+    module_key,
+)
 
 KEY = ProgramKey(
     model="Toy",

@@ -27,8 +27,8 @@ from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.pipelines.folder import PipelineFolder
-from tpuport.core.programs.module_programs import ARITHMETIC, lowered, module_key
-from tpuport.core.programs.program_key import ProgramKey
+from tpuport.core.programs.jax_cache import lowered
+from tpuport.core.programs.program_key import ARITHMETIC, ProgramKey, module_key
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.arithmetic import STAGES, Arithmetic
 from tpuport.core.seam.device_tensors import DeviceTensor

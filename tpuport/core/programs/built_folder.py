@@ -11,19 +11,39 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import jax
 from typing_extensions import TypedDict
 
+from tpuport.core.enums import StageName
+from tpuport.core.files.atomic import one_line
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.typed import checked
-from tpuport.core.programs.executable_files import Entry, read_entry
+from tpuport.core.mesh.compiler_flags import GATHERS
+from tpuport.core.programs.executable_files import Entry, load, read_entry
 from tpuport.core.programs.folder_place import MANIFEST, MANIFEST_SCHEMA
+from tpuport.core.programs.jax_cache import XLA_FOLDER, persistent_cache
+from tpuport.core.programs.program_key import (
+    ARITHMETIC,
+    WHOLE,
+    ProgramKey,
+    config_of,
+    device_fields,
+)
+from tpuport.core.reports import Reporter
 from tpuport.errors import ArtifactError, MissingArtifactError
 
+#: Whose flags of the compiler a program may have.
+_STAGES = (
+    (StageName.DENOISE,),
+    (StageName.DENOISE, GATHERS),
+    (StageName.DECODE,),
+    (StageName.DECODE, GATHERS),
+)
 #: Differences that a message names: it is one line.
 _NAMED = 3
 
@@ -56,14 +76,16 @@ class BuiltFolder:
         folder: where it is.
         manifest: what ``manifest.json`` says.
         entries: one per program it names.
+        reporter: told of programs that are not in it.
     """
 
     folder: Path
     manifest: Manifest
     entries: tuple[Entry, ...]
+    reporter: Reporter
 
     @classmethod
-    def open(cls, folder: Path) -> BuiltFolder:
+    def open(cls, folder: Path, reporter: Reporter) -> BuiltFolder:
         """Read the manifest and the header of every executable in it.
 
         Raises:
@@ -82,7 +104,94 @@ class BuiltFolder:
             if not path.is_file():
                 raise ArtifactError(f"{path}: is missing; {_REMEDY}")
             entries.append(read_entry(path))
-        return cls(folder=folder, manifest=manifest, entries=tuple(entries))
+        return cls(
+            folder=folder, manifest=manifest, entries=tuple(entries), reporter=reporter
+        )
+
+    def check(self, mesh: jax.sharding.Mesh, **about: Any) -> None:
+        """Refuse a folder for another pipeline or other devices.
+
+        Args:
+            about: entries of the manifest as they must be.
+
+        Raises:
+            ArtifactError: what differs.
+        """
+        made = dict(self.manifest)
+        for name, wanted in about.items():
+            if made.get(name) != wanted:
+                words = f"{name} {made.get(name, 'none')} -> {wanted}"
+                raise self.refusal("it", [words])
+        here = [device_fields(mesh, *stages) for stages in _STAGES]
+        for entry in self.entries:
+            key = entry.key
+            found = min((replace(key, **now).difference(key) for now in here), key=len)
+            if found:
+                raise self.refusal(key.name, found)
+
+    def check_modules(self, components: Mapping[str, Any]) -> None:
+        """Refuse a folder for modules of another config.
+
+        Args:
+            components: of the pipeline; their weights do not count.
+
+        Raises:
+            ArtifactError: what differs.
+        """
+        for key in (entry.key for entry in self.entries):
+            if key.component == ARITHMETIC:
+                continue
+            path = "" if key.program == WHOLE else key.program
+            module = components[key.component].get_submodule(path)
+            now = replace(key, config=config_of(module))
+            if found := now.difference(key):
+                raise self.refusal(key.name, found)
+
+    def find(self, key: ProgramKey) -> Entry | None:
+        """The executable of a key; ``None`` if no program is for these arguments.
+
+        Raises:
+            ArtifactError: the module was compiled with other weights or another config.
+        """
+        alike = [e for e in self.entries if e.key.name == key.name]
+        for entry in alike:
+            if entry.key.digest == key.digest:
+                return entry
+        differing = [
+            replace(
+                key, arguments=e.key.arguments, structure=e.key.structure
+            ).difference(e.key)
+            for e in alike
+        ]
+        if differing and all(differing):
+            raise self.refusal(key.name, min(differing, key=len))
+        return None
+
+    def ready(
+        self, key: ProgramKey, program: jax.stages.Lowered, mesh: jax.sharding.Mesh
+    ) -> tuple[Callable[..., Any], Entry | None]:
+        """What runs a program, and the executable if it is one of the folder's.
+
+        Raises:
+            ArtifactError: as :meth:`find`, or the file is damaged.
+        """
+        entry = self.find(key)
+        folder = self.folder
+        if entry is None:
+            self.reporter.say(f"{folder}: {key.name} was not there: compiled")
+            return program.compile(), None
+        try:
+            arguments, _ = program.in_avals
+            return load(entry, arguments, list(mesh.devices.flat)), entry
+        except ArtifactError:
+            raise
+        except Exception as error:  # what jax raises if the backend refuses it
+            self.reporter.say(
+                f"{entry.path}: jax cannot load it ({type(error).__name__}: "
+                f"{one_line(error)}); going on with jax's own cache"
+            )
+        with persistent_cache(folder / XLA_FOLDER):
+            return program.compile(), None
 
     def refusal(self, name: str, found: Sequence[str]) -> ArtifactError:
         """The error for a program that is of another run, and what differs."""
@@ -122,20 +231,10 @@ def write_manifest(
         say: told what is removed of other components.
     """
     programs = [
-        {
-            "component": entry.key.component,
-            "program": entry.key.program,
-            "file": entry.path.name,
-            "bytes": entry.size,
-            "seconds": entry.seconds,
-            "digest": entry.key.digest,
-        }
-        for entry in entries
+        {**one.as_dict(), "seconds": one.seconds, "digest": one.key.digest}
+        for one in entries
     ]
-    content: dict[str, Any] = {
-        **about,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     earlier: dict[str, Any] = {"programs": []}
     with contextlib.suppress(ArtifactError):
         earlier = dict(_manifest(folder))
@@ -148,7 +247,7 @@ def write_manifest(
     elif others:
         names = ", ".join(dict.fromkeys(p["component"] for p in others))
         say(f"{folder}: what it held of {names} had other settings: removed")
-    content["programs"] = programs
+    content = {**about, "created": created, "programs": programs}
     write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
     kept = {program["file"] for program in programs}
     for name in {program["file"] for program in earlier["programs"]} - kept:

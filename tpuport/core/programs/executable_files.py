@@ -71,6 +71,15 @@ class Entry:
     seconds: float
     size: int
 
+    def as_dict(self) -> dict[str, Any]:
+        """What people are told of it, JSON-ready."""
+        return {
+            "component": self.key.component,
+            "program": self.key.program,
+            "file": self.path.name,
+            "bytes": self.size,
+        }
+
 
 class ExecutableStore:
     """The executables in a folder, which is made when the first one is written."""
@@ -97,13 +106,7 @@ class ExecutableStore:
             raise ArtifactError(f"{path}: is of another program than its name says")
         return entry
 
-    def write(
-        self,
-        key: ProgramKey,
-        payload: bytes,
-        *,
-        seconds: float = 0.0,
-    ) -> Entry:
+    def write(self, key: ProgramKey, payload: bytes, *, seconds: float = 0.0) -> Entry:
         """Keep an executable; whole or not at all, whoever else writes it.
 
         Args:
@@ -113,10 +116,7 @@ class ExecutableStore:
         Raises:
             ArtifactError: the folder cannot be written.
         """
-        header = {
-            "key": key.as_dict(),
-            "seconds": seconds,
-        }
+        header = {"key": key.as_dict(), "seconds": seconds}
         path = self.path(key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -135,19 +135,6 @@ def read_entry(path: Path) -> Entry:
         ArtifactError: it is missing, no executable, damaged or cut short.
     """
     return _read(path, whole=False)[0]
-
-
-def read_payload(entry: Entry) -> bytes:
-    """The executable of an entry, found to be what was written.
-
-    Raises:
-        ArtifactError: it is not.
-    """
-    # The header anew: another process may have put another file of the key there.
-    now, payload = _read(entry.path, whole=True)
-    if now.key.digest != entry.key.digest:
-        raise ArtifactError(f"{entry.path}: is of another program now")
-    return payload
 
 
 def _read(path: Path, *, whole: bool) -> tuple[Entry, bytes]:
@@ -209,7 +196,11 @@ def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Com
         ArtifactError: the file is damaged.
         Exception: whatever jax raises for an executable that the backend refuses.
     """
-    executable, out_tree = pickle.loads(read_payload(entry))
+    # The header anew: another process may have put another file of the key there.
+    now, payload = _read(entry.path, whole=True)
+    if now.key.digest != entry.key.digest:
+        raise ArtifactError(f"{entry.path}: is of another program now")
+    executable, out_tree = pickle.loads(payload)
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         executable,
         jax.tree.structure((tuple(arguments), {})),

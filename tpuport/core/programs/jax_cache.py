@@ -54,11 +54,10 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def lowering() -> Iterator[None]:
-    """What is lowered has no paths of source files while this holds."""
+def lowered(traced: jax.stages.Traced) -> jax.stages.Lowered:
+    """What is compiled, with no path of a source file in it."""
     with _set(_PATHS):
-        yield
+        return traced.lower()
 
 
 @contextlib.contextmanager

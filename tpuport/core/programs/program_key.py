@@ -1,7 +1,8 @@
 """Everything that a compiled program depends on, as one value that can be compared.
 
 Two programs with equal keys are the same program. What a program computes is told by a
-hash of what was traced; the other fields say in words why two programs differ.
+hash of what was traced; the other fields say in words why two programs differ. So every
+process traces, and what is loaded is what would have been compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import platform as machine
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from tpuport.core.files.fingerprint import version
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.typed import checked
 from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.programs.key_differences import differing
 
 #: Raised when the meaning of a field changes.
 KEY_VERSION = 2
@@ -44,6 +44,20 @@ _JAX_SETTINGS = (
 )
 
 _PACKAGES = ("jax", "jaxlib", "torch", "torchax")
+
+#: The program of a whole component.
+WHOLE = "forward"
+#: In place of a component: upstream's arithmetic between the calls of modules.
+ARITHMETIC = "arithmetic"
+#: Of a config, what tells of loading and not of the model.
+_LOADING = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
+
+#: How a difference names fields.
+_NAMES = {"host": "processor", "version": "key version"}
+#: Arrays named one by one before the others are counted.
+_NAMED = 3
+#: A value longer than this is not printed.
+_LONG = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +134,62 @@ class ProgramKey:
 
         Such as ``"mesh sp=4 -> sp=8"``.
         """
-        return differing(other.as_dict(), self.as_dict())
+        before, after = other.as_dict(), self.as_dict()
+
+        def named(*names: str) -> list[str]:
+            old, new = ({n: key[n] for n in names} for key in (before, after))
+            return _each(old, new)
+
+        shapes = _arrays(before, after, "arguments")
+        if not shapes and self.structure != other.structure:
+            shapes = ["what is traced changed"]
+        gone = [flag for flag in other.flags if flag not in self.flags]
+        come = [flag for flag in self.flags if flag not in other.flags]
+        return (
+            *named("model", "component", "program", "platform", "chip", "mesh"),
+            *(named("devices") if self.mesh == other.mesh else ()),
+            *named("host"),
+            *_each(other.config, self.config, f"{self.component} "),
+            *shapes,
+            *_arrays(before, after, "weights"),
+            *_each(other.versions, self.versions),
+            *named("compiler"),
+            *(f"compiler flag {flag} is not set now" for flag in gone),
+            *(f"compiler flag {flag} is set now" for flag in come),
+            *_each(other.settings, self.settings),
+            *named("version"),
+        )
+
+
+def module_key(
+    name: str,
+    module: torch.nn.Module | None,
+    mesh: jax.sharding.Mesh,
+    weights: Mapping[str, Any],
+    program: jax.stages.Lowered,
+    stages: Sequence[str],
+) -> ProgramKey:
+    """The key of one program of a module.
+
+    Args:
+        name: the component, and the path within.
+        module: ``None`` for :data:`ARITHMETIC`.
+        weights: as the program takes them, or ``ShapeDtypeStruct``.
+        program: from :func:`lowered`.
+        stages: what it was compiled for, as the table of the compiler's flags says.
+    """
+    component, _, path = name.partition(".")
+    given = jax.tree.leaves(program.in_avals)[len(weights) :]
+    return ProgramKey(
+        model=ARITHMETIC if module is None else type(module).__name__,
+        component=component,
+        program=path or WHOLE,
+        config={} if module is None else config_of(module),
+        weights={key: array_text(value) for key, value in sorted(weights.items())},
+        arguments={f"[{i}]": str(one) for i, one in enumerate(given)},
+        structure=hashlib.sha256(program.as_text().encode()).hexdigest(),
+        **device_fields(mesh, *stages),
+    )
 
 
 def device_fields(mesh: jax.sharding.Mesh, *stages: str) -> dict[str, Any]:
@@ -132,6 +201,7 @@ def device_fields(mesh: jax.sharding.Mesh, *stages: str) -> dict[str, Any]:
     devices = list(mesh.devices.flat)
     platform = str(devices[0].platform)
     flags = (*compat.compiler_flags(), *flags_for(devices[0], *stages).texts)
+    packages = (*_PACKAGES, "libtpu") if platform == "tpu" else _PACKAGES
     return {
         "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
         "platform": platform,
@@ -139,17 +209,12 @@ def device_fields(mesh: jax.sharding.Mesh, *stages: str) -> dict[str, Any]:
         "compiler": " ".join(str(devices[0].client.platform_version).split()),
         "devices": tuple(_device(device) for device in devices),
         "host": host_name() if platform == "cpu" else "",
-        "versions": _packages_of(platform),
+        "versions": {
+            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+            **{name: version(name) or "none" for name in packages},
+        },
         "flags": tuple(sorted(flags)),
         "settings": {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS},
-    }
-
-
-def _packages_of(platform: str) -> dict[str, str]:
-    packages = (*_PACKAGES, "libtpu") if platform == "tpu" else _PACKAGES
-    return {
-        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        **{name: version(name) or "none" for name in packages},
     }
 
 
@@ -175,13 +240,19 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     if config is None:
         return {}
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    # Which upstream wrote the file, and where from: versions are keyed on their own.
-    left_out = {"transformers_version", "architectures", "torch_dtype", "dtype"}
+    found: dict[str, Any] = _without(json.loads(json.dumps(values, default=str)))
     return {
         key: value
-        for key, value in json.loads(json.dumps(values, default=str)).items()
-        if not key.startswith("_") and key not in left_out
+        for key, value in found.items()
+        if not key.startswith("_") and key != "architectures"
     }
+
+
+def _without(config: Any) -> Any:
+    """A config without what tells of loading: versions are keyed on their own."""
+    if isinstance(config, dict):
+        return {k: _without(v) for k, v in config.items() if k not in _LOADING}
+    return config
 
 
 def array_text(leaf: Any) -> str:
@@ -200,3 +271,50 @@ def _device(device: Any) -> str:
     core = getattr(device, "core_on_chip", 0)
     at = "" if coords is None else f" at {tuple(coords)}.{core}"
     return f"{device.id} of process {device.process_index}{at}"
+
+
+def _pairs(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """Name, value before and value after of the entries that differ."""
+    return [
+        (name, before.get(name), after.get(name))
+        for name in dict.fromkeys((*after, *before))
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _each(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> list[str]:
+    """Every entry that differs; long configs are many small entries."""
+    found = []
+    for name, *values in _pairs(before, after):
+        old, new = map(_text, values)
+        how = f"{old} -> {new}" if len(old) + len(new) <= _LONG else "changed"
+        found.append(f"{prefix}{_NAMES.get(name, name)} {how}")
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={item}" for key, item in value.items())
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _arrays(
+    before: Mapping[str, Any], after: Mapping[str, Any], field: str
+) -> list[str]:
+    pairs = _pairs(before[field], after[field])
+    # What changed its shape says more than what came or went with it.
+    pairs.sort(key=lambda pair: pair[1] is None or pair[2] is None)
+    # ``['inputs']['latents']`` becomes ``inputs.latents``.
+    texts = [
+        f"{path.lstrip('.')} {old or 'none'} -> {new or 'none'}"
+        for name, old, new in pairs[:_NAMED]
+        for path in [name.replace("']", "").replace("['", ".")]
+    ]
+    left = len(pairs) - len(texts)
+    return [*texts, f"{left} more {field}"] if left else texts

@@ -30,7 +30,7 @@ from tpuport.core.enums import StageName
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.programs.executable_files import Entry
 from tpuport.core.programs.jax_cache import cache_hits
-from tpuport.core.programs.module_programs import ARITHMETIC, WHOLE
+from tpuport.core.programs.program_key import ARITHMETIC, WHOLE
 from tpuport.core.programs.torch_operators import (
     STATIC,
     Computes,

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.enums import Blocks, denoises
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.programs.built_folder import BuiltFolder
 from tpuport.core.programs.executable_files import Entry
-from tpuport.core.programs.jax_cache import persistent_cache
-from tpuport.core.programs.module_programs import ModulePrograms, lowered, module_key
+from tpuport.core.programs.jax_cache import lowered, persistent_cache
+from tpuport.core.programs.program_key import module_key
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -77,7 +78,7 @@ class Target:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     general: Target | None = None
     cache: Path | None = None
-    built: ModulePrograms | None = None
+    built: BuiltFolder | None = None
     blocks: Blocks = Blocks.UPSTREAM
     implementation: AttentionChoice = AttentionChoice()
     alone: bool = False
