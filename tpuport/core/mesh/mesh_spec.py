@@ -111,18 +111,13 @@ class MeshSpec:
             )
         return replace(self, **dict.fromkeys(open_axes, device_count // known))
 
-    def unused(self, device_count: int, kind: str = "device") -> str | None:
-        """A remark on devices that the mesh leaves unused; ``None`` where it has all.
-
-        Args:
-            device_count: how many there are.
-            kind: what they are called, such as ``"chip"``.
-        """
+    def unused(self, device_count: int) -> str | None:
+        """A remark on devices that the mesh leaves unused; ``None`` for none."""
         left = device_count - self.size
         if left <= 0:
             return None
         return (
-            f"mesh {self} takes {self.size} of {device_count} {kind}s: {left} "
+            f"mesh {self} takes {self.size} of {device_count} devices: {left} "
             f"stay{'s' * (left == 1)} unused"
         )
 

@@ -73,36 +73,27 @@ _ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x", "v7": "v7x", "tpuv6e": "v6e"}
 
 def _topology(name: str, dims: tuple[int, ...]) -> Topology:
     libtpu, per_chip, _ = _SLICES[name]
-    chips = math.prod(dims)
-    return Topology(
-        name=f"{name}-{chips * per_chip}",
-        chip=name,
-        chips=chips,
-        devices=chips * chip(name).devices_per_chip,
-        dims=dims,
-        rings=_rings(name, dims),
-        libtpu_name=f"{libtpu}:{'x'.join(map(str, dims))}",
-        options=_options(name, dims),
-    )
-
-
-def _rings(name: str, dims: tuple[int, ...]) -> tuple[bool, ...]:
-    size = chip(name).ring_size
-    whole = [dim % size == 0 for dim in dims]
+    chips, constants = math.prod(dims), chip(name)
+    rings = tuple(dim % constants.ring_size == 0 for dim in dims)
     if len(dims) == 3:  # rings go through the optical switches between whole cubes
-        return (all(whole),) * 3
-    return tuple(whole)
-
-
-def _options(name: str, dims: tuple[int, ...]) -> dict[str, Any]:
+        rings = (all(rings),) * 3
     options: dict[str, Any] = {}
-    if math.prod(dims) == 1:
+    if chips == 1:
         options["chips_per_host_bounds"] = [1, 1, 1]
     elif dims == (2, 4):  # one machine with eight chips, not two with four
         options["chips_per_host_bounds"] = [2, 4, 1]
     if name == "v4":  # two cores as one device, as jax shows them on a v4 machine
         options["chip_config_name"] = "megacore"
-    return options
+    return Topology(
+        name=f"{name}-{chips * per_chip}",
+        chip=name,
+        chips=chips,
+        devices=chips * constants.devices_per_chip,
+        dims=dims,
+        rings=rings,
+        libtpu_name=f"{libtpu}:{'x'.join(map(str, dims))}",
+        options=options,
+    )
 
 
 _TOPOLOGIES = {

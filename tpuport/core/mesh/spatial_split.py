@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tpuport.core.compat import without_folding
 from tpuport.core.mesh.device_mesh import mesh_over
@@ -293,8 +293,7 @@ class Space:
 # ---------------------------------------------------------------------- programs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpatialSplit:
+class SpatialSplit(NamedTuple):
     """How many ways a program's arrays are split: videos, rows, columns."""
 
     videos: int
@@ -328,8 +327,7 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
 
 def spatial_mesh(mesh: jax.sharding.Mesh, split: SpatialSplit) -> jax.sharding.Mesh:
     """The devices of ``mesh``, in its order, along the axes of a split."""
-    sizes = (split.videos, split.rows, split.columns)
-    return mesh_over(mesh.devices.flat, dict(zip(AXES, sizes, strict=True)))
+    return mesh_over(mesh.devices.flat, split._asdict())
 
 
 def partition(letters: str) -> jax.sharding.PartitionSpec:

@@ -58,10 +58,7 @@ class Built:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "component": self.entry.key.component,
-            "program": self.entry.key.program,
-            "file": self.entry.path.name,
-            "bytes": self.entry.size,
+            **self.entry.as_dict(),
             "calls": self.calls,
             "trace_seconds": self.trace_seconds,
             "compile_seconds": self.compile_seconds,
@@ -113,9 +110,6 @@ def _build(
 
     Args:
         seconds: what tracing took.
-
-    Raises:
-        CompileError: the program does not compile, or cannot be serialised.
     """
     entry, took, memory = None, 0.0, {}
     with contextlib.suppress(ArtifactError):  # one that is damaged is written again

@@ -92,6 +92,15 @@ def plan_pipeline(
     """
     chip = chip_named(topology.chip)
     made, kernels, files = _measured(found, topology, spec, stages, kept, reporter)
+    programs = [one for programs in made.values() for one in programs]
+    notes = [note for p in programs if p.account for note in p.account.notes]
+    if found.host_seconds is not None:
+        notes.insert(
+            0,
+            f"the host of a rehearsal takes {found.host_seconds:.3f} s a step on this "
+            "machine, while the devices make the step before: they wait for it only "
+            "where it is longer than a step, which is in no figure",
+        )
     return Plan(
         files=files,
         model=folder.class_name,
@@ -99,7 +108,11 @@ def plan_pipeline(
         topology=topology.name,
         chip=chip,
         mesh=spec,
-        settings={n: v for n, v in arguments.items() if _plain(v)},
+        settings={
+            name: value
+            for name, value in arguments.items()
+            if isinstance(value, bool | int | float | str | None)
+        },
         dtype=str(settings.dtype),
         attention=str(settings.attention),
         sharding=settings.sharding,
@@ -133,14 +146,7 @@ def plan_pipeline(
             for program in found.programs
         ],
         host_seconds=found.host_seconds,
-        notes=_host_time(found)
-        + [
-            note
-            for programs in made.values()
-            for one in programs
-            if one.account is not None
-            for note in one.account.notes
-        ],
+        notes=notes,
     )
 
 
@@ -187,18 +193,3 @@ def _measured(
 def topology_mesh(topology: Topology, spec: MeshSpec) -> Any:
     """The mesh of a plan."""
     return place_mesh(spec, topology_devices(topology))
-
-
-def _host_time(found: Rehearsal) -> list[str]:
-    """What a step takes of the host, as a note."""
-    if found.host_seconds is None:
-        return []
-    return [
-        f"the host of a rehearsal takes {found.host_seconds:.3f} s a step on this "
-        "machine, while the devices make the step before: they wait for it only where "
-        "it is longer than a step, which is in no figure"
-    ]
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)

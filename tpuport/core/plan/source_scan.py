@@ -8,17 +8,20 @@ pipeline's ``__call__``, may read values.
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tpuport.errors import UsageError
 
 #: Packages of CUDA kernels -> what runs in their place.
 _KERNELS = {
-    "flash_attn": "call torch's scaled_dot_product_attention, which runs as splash",
-    "xformers": "call torch's scaled_dot_product_attention, which runs as splash",
-    "sageattention": "call torch's scaled_dot_product_attention, which runs as splash",
+    **dict.fromkeys(
+        ("flash_attn", "xformers", "sageattention"),
+        "call torch's scaled_dot_product_attention, which runs as splash",
+    ),
     "flash_attn_interface": "call torch's scaled_dot_product_attention",
     "triton": "write the kernel in Pallas, or take torch's own operators",
     "apex": "take torch's own layer",
@@ -35,16 +38,19 @@ _VALUES = {
 }
 #: Functions whose result has a shape that depends on values.
 _SHAPED_BY_VALUES = {
-    "nonzero": "torch.where with a mask of full size",
-    "masked_select": "torch.where with a mask of full size",
-    "argwhere": "torch.where with a mask of full size",
-    "unique": "a table that is made on the host",
-    "unique_consecutive": "a table that is made on the host",
+    **dict.fromkeys(
+        ("nonzero", "masked_select", "argwhere"), "torch.where with a mask of full size"
+    ),
+    **dict.fromkeys(
+        ("unique", "unique_consecutive"), "a table that is made on the host"
+    ),
     "bincount": "torch.nn.functional.one_hot and a sum",
 }
 _REDUCTIONS = {"any", "all", "sum", "max", "min", "mean", "equal", "allclose"}
 _TYPES = {"Optional", "Union", "List", "Dict", "Tuple", "list", "dict", "tuple", "type"}
 _MASKS = ("mask", "valid", "keep", "selected")
+_DISTRIBUTED = "torch.distributed", "leave it out: the mesh splits the work"
+_OWN = "an operator of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +76,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, str | int]:
         """JSON-ready."""
-        return {
-            "file": str(self.file),
-            "line": self.line,
-            "kind": self.kind,
-            "code": self.code,
-            "remedy": self.remedy,
-            "within": self.within,
-            "patch": self.patch,
-        }
+        return {**asdict(self), "file": str(self.file)}
 
 
 def sources_in(path: Path) -> list[Path]:
@@ -145,11 +143,8 @@ class _Reader:
 
     names: dict[str, str] = field(default_factory=dict)
 
-    def read(self, tree: ast.Module) -> Iterator[_Found]:
-        yield from self._inside(tree, (), traced=False)
-
-    def _inside(
-        self, node: ast.AST, path: tuple[str, ...], *, traced: bool
+    def read(
+        self, node: ast.AST, path: tuple[str, ...] = (), *, traced: bool = False
     ) -> Iterator[_Found]:
         for child in ast.iter_child_nodes(node):
             inner, traces = path, traced
@@ -163,7 +158,7 @@ class _Reader:
             if isinstance(child, ast.expr | ast.stmt):
                 for kind, remedy in self._of(child, traced=traces):
                     yield child, kind, remedy, within
-            yield from self._inside(child, inner, traced=traces)
+            yield from self.read(child, inner, traced=traces)
 
     def _of(
         self, node: ast.expr | ast.stmt, *, traced: bool
@@ -196,8 +191,8 @@ class _Reader:
                 yield f"kernels of {package}", _KERNELS[package]
             if full.startswith("torch.utils.cpp_extension"):
                 yield "an extension in C++ or CUDA", "write the kernel in Pallas"
-            if full == "torch.distributed" or full.startswith("torch.distributed."):
-                yield "torch.distributed", "leave it out: the mesh splits the work"
+            if f"{full}.".startswith("torch.distributed."):
+                yield _DISTRIBUTED
 
     def _called(self, node: ast.Call, *, traced: bool) -> Iterator[tuple[str, str]]:
         full = self._full(node.func)
@@ -211,17 +206,11 @@ class _Reader:
         elif any(isinstance(w, str) and w.split(":")[0] == "cuda" for w in words):
             yield "a CUDA device by name", "take the device of an argument"
         if name in _TO_BUILD and ("cpp_extension" in full or "library" in full):
-            yield "an operator of its own", "write the kernel in Pallas"
-        if full.startswith("torch.ops.") and full.split(".")[2] not in (
-            "aten",
-            "prims",
-        ):
-            yield (
-                "an operator of its own",
-                "write the kernel in Pallas, or patch the call",
-            )
+            yield _OWN, "write the kernel in Pallas"
+        if re.match(r"torch\.ops\.(?!(aten|prims)(\.|$))", full):
+            yield _OWN, "write the kernel in Pallas, or patch the call"
         if full.startswith("torch.distributed."):
-            yield "torch.distributed", "leave it out: the mesh splits the work"
+            yield _DISTRIBUTED
         if not traced:
             return
         if method and name in _VALUES and not node.args:
@@ -272,33 +261,26 @@ def _is_mask(node: ast.expr) -> bool:
         return any(isinstance(op, tests) for op in node.ops)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
         return True
-    name = ""
-    if isinstance(node, ast.Name):
-        name = node.id
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.attr == "bool"
-    return any(word in name.lower() for word in _MASKS)
+    return isinstance(node, ast.Name) and any(w in node.id.lower() for w in _MASKS)
 
 
 def _asks(test: ast.expr) -> bool:
     """Whether a condition reduces a tensor."""
-    for node in ast.walk(test):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            reduces = node.func.attr in _REDUCTIONS and not (
-                isinstance(node.func.value, ast.Name)
-                and node.func.value.id in ("np", "numpy", "math")
-            )
-            if reduces and not any(isinstance(a, ast.GeneratorExp) for a in node.args):
-                return True
-    return False
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _REDUCTIONS
+        and ast.unparse(node.func.value) not in ("np", "numpy", "math")
+        and not any(isinstance(a, ast.GeneratorExp) for a in node.args)
+        for node in ast.walk(test)
+    )
 
 
 def by_kind(findings: Iterable[Finding]) -> dict[str, int]:
     """How often each kind was found, the most frequent first."""
-    counts: dict[str, int] = {}
-    for one in findings:
-        counts[one.kind] = counts.get(one.kind, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    return dict(Counter(one.kind for one in findings).most_common())
 
 
 #: What a plugin may import of tpuport.
@@ -310,24 +292,23 @@ def behind_the_door(files: Iterable[Path]) -> list[Finding]:
     found = []
     for file in files:
         for node in ast.walk(ast.parse(file.read_text("utf-8"), str(file))):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                module = node.module or ""
-                names = [module]
-                if module == "tpuport":
-                    names = [f"tpuport.{alias.name}" for alias in node.names]
-            for name in names:
-                if name.partition(".")[0] == "tpuport" and name != DOOR:
-                    found.append(
-                        Finding(
-                            file=file,
-                            line=getattr(node, "lineno", 0),
-                            kind="an import behind tpuport.plugin",
-                            code=ast.unparse(node),
-                            remedy=f"take the name from {DOOR}; nothing else is kept",
-                            within="",
-                        )
-                    )
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                module = "" if node.level else node.module or ""
+                names = [f"tpuport.{n}" for n in names if module == "tpuport"]
+                names = names or [module]
+            found += [
+                Finding(
+                    file=file,
+                    line=node.lineno,
+                    kind="an import behind tpuport.plugin",
+                    code=ast.unparse(node),
+                    remedy=f"take the name from {DOOR}; nothing else is kept",
+                    within="",
+                )
+                for name in names
+                if name.partition(".")[0] == "tpuport" and name != DOOR
+            ]
     return found
