@@ -50,13 +50,7 @@ def test_a_call_is_counted_over_its_whole_grid(cost: AttentionCost) -> None:
     assert cost.blocks == SMALL.blocks
     assert cost.padded_scores == 2 * 1024 * 2048
     assert SMALL.scores == 2 * 1000 * 2000
-    # Initialising and finishing happen in one step of four and one of four.
-    assert cost.cycles < cost.step_bundles * steps + cost.bundles
-    assert cost.cycles > 0.7 * cost.step_bundles * steps
-    runs = {region["runs"] for region in cost.regions}
-    assert {1.0, 16.0, 4.0} <= runs
-    spent = sum((r["end"] - r["start"]) * r["runs"] for r in cost.regions)
-    assert spent == cost.cycles
+    assert cost.cycles == cost.step_bundles * steps
 
 
 @needs_libtpu
@@ -102,8 +96,6 @@ def ours(folder: Path) -> AttentionCost:
 def test_our_kernel_is_costed_beside(ours: AttentionCost, cost: AttentionCost) -> None:
     assert ours.grid == (1, 2, 2, 4)
     assert ours.cycles < cost.cycles
-    # A step runs a part of the program; which one tells its place.
-    assert ours.step_bundles < ours.bundles
 
 
 @needs_libtpu

@@ -38,9 +38,7 @@ def cost_of(case: AttentionCase, speed: float) -> AttentionCost:
     cycles = speed * case.heads * q_len * kv_len / 2**20
     return AttentionCost(
         case=case,
-        kernel="made.up",
         grid=(case.heads, q_len // blocks.q, kv_len // blocks.kv),
-        bundles=1,
         cycles=cycles,
         utilization={"MXU": 0.5},
         busiest="MXU",

@@ -150,37 +150,30 @@ def kernel_source_hash() -> str:
             n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
         )
         open_modules += [name for name in names if name.startswith("tpuport.kernels.")]
-        found[module] = ast.dump(_Code().visit(tree))
+        found[module] = ast.dump(_code(tree))
     digest = hashlib.sha256()
     for module in sorted(found, key=lambda name: name.rpartition(".")[2]):
         digest.update(f"{module.rpartition('.')[2]}\0{found[module]}\0".encode())
     return digest.hexdigest()
 
 
-class _Code(ast.NodeTransformer):
+def _code(tree: ast.Module) -> ast.Module:
     """A module without imports, docstrings and annotations."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, name, None), list):
+                block[:] = [one for one in block if not _says_nothing(one)]
+    return tree
 
-    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Dropped; the imported modules count by themselves."""
 
-    visit_ImportFrom = visit_Import
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        """Docstrings are strings that nothing uses."""
-        text = isinstance(getattr(node.value, "value", None), str)
-        return None if text else self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        """The argument's name alone."""
-        node.annotation = None
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """The name and the value; the annotation is a constant in its place."""
-        node.annotation = ast.Constant(None)
-        return self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Without what it returns."""
-        node.returns = None
-        return self.generic_visit(node)
+def _says_nothing(node: ast.AST) -> bool:
+    """An import, whose module counts by itself, or a text that nothing uses."""
+    if isinstance(node, ast.Expr):
+        return isinstance(getattr(node.value, "value", None), str)
+    return isinstance(node, ast.Import | ast.ImportFrom)

@@ -7,7 +7,7 @@ and its kernel's bundles are multiplied by trip counts.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
@@ -26,9 +26,7 @@ class AttentionCost:
 
     Attributes:
         case: the call, with the tiles of the kernel.
-        kernel: its name in the compiled program.
         grid: steps of one core along each axis.
-        bundles: length of the kernel's program.
         cycles: of the whole call on one core, parts weighed by how often they run.
         utilization: unit -> share of its slots filled during ``cycles``.
         busiest: the unit with the fewest slots to spare.
@@ -39,14 +37,10 @@ class AttentionCost:
         compile_seconds: what the compile took.
         versions: of jax, jaxlib and libtpu.
         source_hash: of our kernel's source.
-        conditions, regions: of the way it goes; see
-            :class:`~tpuport.core.cost.kernel_schedule.Execution`.
     """
 
     case: AttentionCase
-    kernel: str
     grid: tuple[int, ...]
-    bundles: int
     cycles: float
     utilization: dict[str, float]
     busiest: str
@@ -57,8 +51,6 @@ class AttentionCost:
     compile_seconds: float
     versions: dict[str, str]
     source_hash: str
-    conditions: list[str] = field(default_factory=list)
-    regions: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def blocks(self) -> Blocks:
@@ -115,10 +107,9 @@ def attention_cost(case: AttentionCase, *, cache: Path) -> AttentionCost:
         f"{case.q_len} x {case.kv_len} for {case.chip}, blocks {case.blocks}"
     )
     found, _ = kept_cost(request, cache, what, keep_schedule=False)
-    grid, versions = tuple(found.pop("grid")), compiler_versions()
-    return AttentionCost(
-        case=case, grid=grid, versions=versions, source_hash=source, **found
-    )
+    found |= {"case": case, "versions": compiler_versions(), "source_hash": source}
+    found["grid"] = tuple(found["grid"])
+    return AttentionCost(**{one.name: found[one.name] for one in fields(AttentionCost)})
 
 
 def with_blocks(case: AttentionCase) -> AttentionCase:

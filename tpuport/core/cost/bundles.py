@@ -10,9 +10,8 @@ value that only the data decides, which stays a symbol.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tpuport.core.cost.expressions import (
     ARITHMETIC,
@@ -72,7 +71,7 @@ class Loop:
 class _Definition:
     operation: str
     operands: tuple[str, ...]
-    predicate: tuple[bool, str, str | None] | None
+    predicate: tuple[bool, str, str | None]
     at: int
 
 
@@ -113,18 +112,16 @@ class Program:
     @property
     def grid_loop(self) -> Loop | None:
         """The loop over the grid, or None where there is one step only."""
+        places = [self._definitions[name].at for name in self.indices]
         for loop in self.loops:
-            for name in self.indices:
-                at = self._definitions[name].at
-                if loop.head <= at < loop.end:
-                    return loop
+            if any(loop.head <= at < loop.end for at in places):
+                return loop
         return None
 
     def loop_at(self, at: int, low: int, high: int) -> Loop | None:
         """The outermost loop with its head at ``at`` that is inside [low, high)."""
         for loop in self.loops:
-            inside = low <= loop.head and loop.end <= high
-            if loop.head == at and inside and (loop.head, loop.end) != (low, high):
+            if loop.head == at and loop.end <= high and (at, loop.end) != (low, high):
                 return loop
         return None
 
@@ -137,20 +134,15 @@ class Program:
 
     def trip_count(self, loop: Loop, env: Mapping[str, int]) -> int | None:
         """How often a loop runs once it is entered, or None where it cannot be told."""
-        predicate = loop.back.predicate
-        if predicate is None:
-            return None
         for name, (first, by) in self.counters(loop, env).items():
-            if not self._reaches(predicate, {name}):
+            if not self.depends(loop.back, {name}):
                 continue
-            turns = 0
-            while turns < 1_000_000:
-                value = self.evaluate(predicate, {**env, name: first + turns * by})
-                turns += 1
-                if not isinstance(value, bool):
+            for turn in range(1_000_000):
+                back = self.condition(loop.back, {**env, name: first + turn * by})
+                if not isinstance(back, bool):
                     break
-                if value == loop.back.negated:  # the way back is not taken
-                    return turns
+                if not back:
+                    return turn + 1
         return None
 
     def counters(
@@ -173,7 +165,7 @@ class Program:
 
         For a loop's way back they are those that its counters begin at, too.
         """
-        names = [branch.predicate] if branch.predicate is not None else []
+        names = [branch.predicate]
         for loop in self.loops:
             if loop.back == branch:
                 carried = self._carried.get(loop.head, ())
@@ -185,11 +177,9 @@ class Program:
             if any(self._reaches(name, {index}) for name in names)
         )
 
-    def depends(self, branch: Branch, names: Mapping[str, Any]) -> bool:
+    def depends(self, branch: Branch, names: Iterable[str]) -> bool:
         """Whether a branch's condition uses one of these variables."""
-        return branch.predicate is not None and self._reaches(
-            branch.predicate, set(names)
-        )
+        return bool(branch.predicate) and self._reaches(branch.predicate, set(names))
 
     def evaluate(self, name: str, env: Mapping[str, int]) -> Expression:
         """The value of a variable where the grid's indices have the values ``env``."""
@@ -201,7 +191,7 @@ class Program:
         if definition is None or definition.operation == "sphi":
             return ("value", name)
         value = self._compute(name, definition, env)
-        negated, predicate, otherwise = definition.predicate or (False, "", None)
+        negated, predicate, otherwise = definition.predicate
         if otherwise is None:
             return value
         holds = self.evaluate(predicate, env)
@@ -263,29 +253,22 @@ class Program:
         except ValueError:
             return ("text", text)
 
-    def _reaches(self, name: str, targets: set[str]) -> bool:
+    def _reaches(self, name: str | None, targets: set[str]) -> bool:
         """Whether a variable is computed from one of ``targets``."""
-        seen: set[str] = set()
+        seen: set[str | None] = set()
         open_names = [name]
         while open_names:
             at = open_names.pop()
             if at in targets:
                 return True
-            if at in seen:
-                continue
+            definition = None if at in seen else self._definitions.get(at or "")
             seen.add(at)
-            definition = self._definitions.get(at)
             if definition is None or definition.operation == "sphi":
                 continue
-            operands = definition.operands
-            if definition.predicate is not None:
-                _, predicate, otherwise = definition.predicate
-                operands = (*operands, f"%{predicate}", otherwise or "")
-            for operand in operands:
-                if operand.startswith("%"):
-                    open_names.append(operand[1:])
-                elif stored := self._stored(operand):
-                    open_names.append(stored)
+            _, predicate, otherwise = definition.predicate
+            for text in (f"%{predicate}", *definition.operands, otherwise or ""):
+                stored = text[1:] if text.startswith("%") else self._stored(text)
+                open_names.append(stored)
         return False
 
 
@@ -385,7 +368,7 @@ def _bundle_texts(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _definition(operation: str, rest: str, at: int) -> _Definition:
-    predicate: tuple[bool, str, str | None] | None = None
+    predicate: tuple[bool, str, str | None] = (False, "", None)
     if found := _PREDICATED.match(rest):
         predicate = (bool(found[1]), found[2], found[3])
         rest = found[4]

@@ -49,7 +49,7 @@ class Array:
     @property
     def bytes(self) -> int:
         """Without the padding of the layout."""
-        return math.ceil(math.prod(self.shape) * _bits(self.dtype) / 8)
+        return math.ceil(math.prod(self.shape) * self._bits / 8)
 
     @property
     def hbm_bytes(self) -> float:
@@ -63,7 +63,16 @@ class Array:
         if tile and len(order) >= 2:
             for dim, part in ((order[0], int(tile[2])), (order[1], int(tile[1]))):
                 dims[dim] = math.ceil(dims[dim] / part) * part
-        return math.prod(dims) * _bits(self.dtype) / 8
+        return math.prod(dims) * self._bits / 8
+
+    @property
+    def _bits(self) -> int:
+        if self.dtype in _BITS:
+            return _BITS[self.dtype]
+        found = re.match(r"[a-z]+(\d+)", self.dtype)
+        if found is None:
+            raise HloError(f"unknown dtype {self.dtype!r} in a compiled program")
+        return int(found[1])
 
 
 @dataclass(slots=True)
@@ -165,15 +174,6 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
         Array(dtype, tuple(int(s.lstrip("<=")) for s in sizes.split(",") if s), layout)
         for dtype, sizes, layout in _ARRAY.findall(shape)
     )
-
-
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    if found is None:
-        raise HloError(f"unknown dtype {dtype!r} in a compiled program")
-    return int(found[1])
 
 
 def parse(text: str) -> Program:
@@ -288,8 +288,3 @@ def convolution_flops(
         if sizes:
             kernel /= math.prod(int(s) for s in sizes[1].split("x"))
     return 2.0 * out * kernel
-
-
-def transfer_bytes(instruction: Instruction) -> int:
-    """Bytes of a copy between memories: its smaller array, once."""
-    return min((a.bytes for a in instruction.arrays if a.shape), default=0)

@@ -35,7 +35,7 @@ from tpuport.errors import TpuportError
 #: Raised when the meaning of what is kept on disk changes.
 _FORMAT = 4
 #: The modules beside this one that make a cost of a kernel.
-_READERS = ("bundles", "kernel_schedule", "kernel_worker")
+_READERS = ("bundles", "expressions", "kernel_schedule", "kernel_worker")
 #: After which a compile is given up; tiles too large for VMEM can take hours until the
 #: compiler says so.
 _TIMEOUT_SECONDS = 600

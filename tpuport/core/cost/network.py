@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +114,7 @@ class Network:
         loads = []
         for group in groups:
             order = self._round(group)
-            pairs = list(zip(order, [*order[1:], order[0]], strict=True))
-            share = size
+            pairs, share = _closed(order), size
             if len(order) == 1:
                 continue
             if len(order) > 2:
@@ -130,30 +129,23 @@ class Network:
     def _degree(self, group: Sequence[int]) -> int:
         """The fewest links that a member has to other members."""
         places = {self._places[d][:-1] for d in group}
-        fewest = 2 * len(self._dims)
-        for place in places:
-            near = set()
-            for axis, (size, ring) in enumerate(
-                zip(self._dims, self._rings, strict=True)
-            ):
-                for step in (-1, 1):
-                    at = place[axis] + step
-                    if size > 1 and (ring or 0 <= at < size):
-                        near.add((*place[:axis], at % size, *place[axis + 1 :]))
-            fewest = min(fewest, len((near - {place}) & places))
-        return fewest
+        return min(len(set(self._near(place)) & places) for place in places)
+
+    def _near(self, place: Place) -> Iterator[Place]:
+        """The neighbours of a chip."""
+        for axis, (size, ring) in enumerate(zip(self._dims, self._rings, strict=True)):
+            for at in (place[axis] - 1, place[axis] + 1):
+                if size > 1 and (ring or 0 <= at < size):
+                    yield (*place[:axis], at % size, *place[axis + 1 :])
 
     def _round(self, group: Sequence[int]) -> list[int]:
         """The members in an order that goes round over few links."""
         if len(group) <= 2:
             return list(group)
-        orders = itertools.permutations(range(len(self._dims)))
+        axes = itertools.permutations(range(len(self._dims)))
         return min(
-            (self._snake(group, axes) for axes in orders),
-            key=lambda order: sum(
-                len(self.route(a, b))
-                for a, b in zip(order, [*order[1:], order[0]], strict=True)
-            ),
+            (self._snake(group, order) for order in axes),
+            key=lambda order: sum(len(self.route(*pair)) for pair in _closed(order)),
         )
 
     def _snake(self, group: Sequence[int], axes: tuple[int, ...]) -> list[int]:
@@ -187,6 +179,11 @@ class Network:
             key.append(self._dims[axis] - 1 - at if flip else at)
             flip = at % 2 == 1
         return tuple(key)
+
+
+def _closed(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Each device with the next one, and the last with the first."""
+    return [(order[i - 1], order[i]) for i in (*range(1, len(order)), 0)]
 
 
 def _together(loads: Iterable[Loads]) -> Loads:
@@ -337,33 +334,24 @@ def _mesh_groups(
         if shaped is None:
             raise HloError(f"device ids {order!r} of a collective are not understood")
         ids = _iota(shaped[1], shaped[2])
-    dims: list[int] = []
-    chosen: list[int] = []
     wanted = {
-        n: (int(before or 1), int(size) if size else None)
-        for n, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", across)
+        name: (int(before or 1), int(part or named[name]))
+        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", across)
     }
+    # Of each axis what is before the part that is crossed, that part, and the rest.
+    dims: list[int] = []
     for name, size in named.items():
-        if name not in wanted:
-            dims.append(size)
-            continue
-        before, part = wanted[name]
-        part = part or size
+        before, part = wanted.get(name, (1, 1))
         dims += [before, part, size // (before * part)]
-        chosen.append(len(dims) - 2)
-    grid = ids.reshape(dims)
-    kept = [d for d in range(len(dims)) if d not in chosen]
-    count = math.prod(dims[d] for d in chosen)
-    rows = grid.transpose([*kept, *chosen]).reshape(-1, count)
+    kept = [d for d in range(len(dims)) if d % 3 != 1]
+    grid = ids.reshape(dims).transpose([*kept, *range(1, len(dims), 3)])
+    rows = grid.reshape(-1, math.prod(dims[1::3]))
     return tuple(tuple(map(int, row)) for row in rows)
 
 
 def _axes(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> str:
     """The axes along which some pair differs."""
-    sizes = list(mesh.items())
-    crossed: Counter[str] = Counter()
-    for a, b in pairs:
-        for name, size in reversed(sizes):
-            crossed[name] += a % size != b % size
-            a, b = a // size, b // size
-    return "+".join(name for name, _ in sizes if crossed[name])
+    ends = np.array(pairs, int).reshape(-1, 2).T
+    places = (np.unravel_index(end, tuple(mesh.values())) for end in ends)
+    sides = zip(mesh, *places, strict=True)
+    return "+".join(name for name, a, b in sides if (a != b).any())

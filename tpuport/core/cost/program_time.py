@@ -10,6 +10,7 @@ same link, and those over HBM, run one after the other.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,6 @@ from tpuport.core.cost.hlo import (
     Program,
     convolution_flops,
     first,
-    transfer_bytes,
 )
 from tpuport.core.cost.network import (
     Collective,
@@ -299,8 +299,10 @@ class _Walk:
                     row.seconds = row.floor = spent * times
                     now += spent
             elif opcode in ("copy-start", "slice-start"):
-                # The result's text has the operand as well as the destination.
-                seconds = transfer_bytes(instruction) / self.chip.hbm_bandwidth
+                # The result's text has the operand as well as the destination: of
+                # a copy between memories the smaller array counts, once.
+                sizes = (a.bytes for a in instruction.arrays if a.shape)
+                seconds = min(sizes, default=0) / self.chip.hbm_bandwidth
                 ends = _occupied(busy, [HBM], now, seconds)
                 flights[instruction.name] = _Flight(None, ends)
             else:
@@ -441,16 +443,14 @@ class _Walk:
 
     def _branches(self, instruction: Instruction, times: int) -> float:
         """The longest branch; which one runs is not known."""
-        names = [n for names in instruction.called.values() for n in names]
-        best: tuple[float, list[Row]] = (0.0, [])
-        before = self.result.rows
-        for name in names:
+        before, longest, rows = self.result.rows, 0.0, list[Row]()
+        for name in itertools.chain(*instruction.called.values()):
             self.result.rows = []
             seconds = self.run(self.program.computations[name], times)
-            if seconds >= best[0]:
-                best = (seconds, self.result.rows)
-        self.result.rows = before + best[1]
-        return best[0]
+            if seconds >= longest:
+                longest, rows = seconds, self.result.rows
+        self.result.rows = before + rows
+        return longest
 
     def _flops(self, instruction: Instruction) -> float:
         """FLOPs of the matrix products and convolutions in an instruction."""
