@@ -19,7 +19,6 @@ from tpuport.core.cost.kernel_cycles import (
     KernelsMet,
     keep_schedules,
 )
-from tpuport.core.cost.kernel_worker import usual
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import parse_topology, smallest_of
 
@@ -85,10 +84,6 @@ def test_the_hash_of_the_readers_is_of_each_of_them(
     with (tmp_path / f"{name}.py").open("a") as file:
         file.write("# otherwise\n")
     assert kernels.reader_hash() != before
-
-
-def test_the_way_that_is_usual_is_part_of_the_reader() -> None:
-    assert Path(usual.__code__.co_filename).stem in kernels._READERS
 
 
 def test_each_stage_has_the_kernels_that_it_calls(

@@ -64,7 +64,7 @@ class KernelUse(KernelCost):
         utilization: unit -> share of its slots that is filled.
         folder: where its schedule is kept; named by the hash of its code, its shapes,
             the chip and the compiler.
-        conditions: on data, as assumed by ``kernel_worker.usual``.
+        conditions: on data, as assumed: of all ways a kernel may go the dearest.
     """
 
     name: str

@@ -19,7 +19,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpuport.core.cost.attention_case import AttentionCase, Blocks
 from tpuport.core.cost.hlo import parse
-from tpuport.core.cost.kernel_schedule import Execution, ScheduleError, read_dump
+from tpuport.core.cost.kernel_schedule import ScheduleError, read_dump
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import smallest_of, topology_devices
 from tpuport.kernels.attention.splash import splash_feature_major
@@ -72,7 +72,8 @@ def main(folder: Path) -> None:
         raise ScheduleError(f"compiled to {len(names)} kernels ({found}), not to one")
     schedule = read_dump(folder / "schedule", request["chip"], names[0])
     scalars = {int(n): value for n, value in request.get("scalars", {}).items()}
-    way = usual(schedule.executions(scalars))
+    # The dearest way of all that the data may make it go: the data skips nothing.
+    way = max(schedule.executions(scalars), key=lambda way: way.cycles)
     steps = math.prod(way.grid)
     # Two cores share a grid where one of its axes lets them.
     shared = way.grid not in rest.pop("grids")
@@ -96,14 +97,6 @@ def main(folder: Path) -> None:
     for path in (folder / "schedule").iterdir():
         if f"-{names[0]}-" not in path.name:
             path.unlink()
-
-
-def usual(ways: Sequence[Execution]) -> Execution:
-    """The way that a call is taken to go, of all that its data may make it go.
-
-    The dearest one: what is in the data skips nothing.
-    """
-    return max(ways, key=lambda way: way.cycles)
 
 
 def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:

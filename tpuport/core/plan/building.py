@@ -57,14 +57,9 @@ class Built:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {
-            **self.entry.as_dict(),
-            "calls": self.calls,
-            "trace_seconds": self.trace_seconds,
-            "compile_seconds": self.compile_seconds,
-            "memory": dict(self.memory),
-            "reused": self.reused,
-        }
+        told = {**self.entry.as_dict(), **vars(self)}
+        del told["entry"]
+        return told
 
 
 def build_pipeline(
