@@ -267,8 +267,8 @@ class Program:
                 continue
             _, predicate, otherwise = definition.predicate
             for text in (f"%{predicate}", *definition.operands, otherwise or ""):
-                stored = text[1:] if text.startswith("%") else self._stored(text)
-                open_names.append(stored)
+                used = text[1:] if text.startswith("%") else self._stored(text)
+                open_names.append(used)
         return False
 
 
