@@ -39,19 +39,6 @@ def runs(execution: Execution) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("chip", ["v6e", "v7x"])
-def test_loops_are_found_with_their_trips(chip: str) -> None:
-    program = example(chip).program
-    grid, products, by_data = program.loops
-    assert program.grid == (2, 4, 3)
-    assert program.grid_loop == grid
-    # Two turns more than steps: copies begin one step early and end one late.
-    assert program.trip_count(grid, {}) == STEPS + 2
-    assert program.trip_count(products, {}) == 4
-    assert program.trip_count(by_data, {}) is None
-    assert grid.head < products.head < products.end <= by_data.head < grid.end
-
-
-@pytest.mark.parametrize("chip", ["v6e", "v7x"])
 def test_parts_are_counted_as_often_as_the_kernel_runs_them(chip: str) -> None:
     schedule = example(chip)
     _, products, by_data = schedule.program.loops

@@ -16,7 +16,6 @@ from tpuport.core.cost.tile_search import (
     Tried,
     Tuning,
     case_of,
-    even_sizes,
     is_stale,
     table_entry,
     tune,
@@ -167,20 +166,6 @@ def test_the_limit_is_on_what_is_compiled() -> None:
     found = searched(model, limit=3)
     assert len(model.asked) == 3
     assert not found.exhausted
-
-
-@pytest.mark.parametrize(
-    ("length", "near", "step"), [(39826, 3072, 128), (100, 128, 128), (5000, 9000, 256)]
-)
-def test_sizes_cut_a_length_evenly(length: int, near: int, step: int) -> None:
-    sizes = even_sizes(length, near, step)
-    assert sizes
-    assert len(set(sizes)) == len(sizes)
-    for size in sizes:
-        tiles = -(-length // size)
-        assert size % step == 0
-        # One step less would need one tile more.
-        assert size == step or tiles * (size - step) < length
 
 
 def tuning(blocks: Blocks = START, q_len: int = 5000) -> Tuning:
