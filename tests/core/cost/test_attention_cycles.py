@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from tpuport.core.cost import attention_case, attention_cycles, kernel_cycles
+from tests.processes import needs_libtpu
+from tpuport.core.cost import attention_case, kernel_cycles
 from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
 from tpuport.core.cost.attention_cycles import AttentionCost, attention_cost
 from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.cost.kernel_worker import build
-from tpuport.core.mesh.slices import TopologyError
 from tpuport.errors import UsageError
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 
 SMALL = AttentionCase(
     implementation="jax",
@@ -46,21 +40,12 @@ def cost(folder: Path) -> AttentionCost:
 @needs_libtpu
 def test_a_call_is_counted_over_its_whole_grid(cost: AttentionCost) -> None:
     assert cost.grid == (2, 2, 4)
-    steps = 16
     assert cost.blocks == SMALL.blocks
     assert cost.padded_scores == 2 * 1024 * 2048
     assert SMALL.scores == 2 * 1000 * 2000
-    assert cost.cycles == cost.step_bundles * steps
-
-
-@needs_libtpu
-def test_figures_for_a_tile_are_of_the_right_scores(cost: AttentionCost) -> None:
+    assert cost.step_bundles == cost.cycles / 16
     assert cost.bundles_per_tile == cost.step_bundles * 2**20 / (512 * 512)
     assert cost.cycles_per_tile == cost.cycles * 2**20 / SMALL.scores
-
-
-@needs_libtpu
-def test_the_units_and_the_rest_of_the_call_are_reported(cost: AttentionCost) -> None:
     assert all(0 <= share <= 1 for share in cost.utilization.values())
     assert cost.utilization[cost.busiest] == max(cost.utilization.values())
     # 2 products of [512, 64] x [64, 512]: some share of the MXU, far from all.
@@ -134,31 +119,25 @@ def test_jaxs_kernel_has_the_bundles_counted_by_hand(
     assert cost.bundles_per_tile == pytest.approx(bundles, rel=0.02)
 
 
-def test_without_libtpu_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TopologyError, match="v6e-1 needs libtpu, the TPU compiler"):
-        attention_cost(SMALL, cache=tmp_path)
-
-
 def test_of_the_baseline_only_what_is_compared_is_costed() -> None:
     with pytest.raises(NotImplementedError, match="only bfloat16"):
         build(replace(SMALL, dtype="float32"))
 
 
-@pytest.mark.parametrize("text", ["", "auto", "1/2", "1/2/x", "0/1/1", "-1/1/1"])
-def test_blocks_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="are not Q/KV/COMPUTE"):
-        Blocks.parse(text)
-
-
 @pytest.mark.parametrize(
-    "text", ["100/100/100", "128/128/100", "64/128/128", "128/192/64", "128/384/256"]
+    ("texts", "said"),
+    [
+        ("|auto|1/2|1/2/x|0/1/1|-1/1/1", "are not Q/KV/COMPUTE"),
+        (
+            "100/100/100|128/128/100|64/128/128|128/192/64|128/384/256",
+            "all three must be multiples of 128",
+        ),
+    ],
 )
-def test_blocks_that_no_kernel_takes_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="all three must be multiples of 128"):
-        Blocks.parse(text)
+def test_blocks_that_no_kernel_takes_are_refused(texts: str, said: str) -> None:
+    for text in texts.split("|"):
+        with pytest.raises(UsageError, match=said):
+            Blocks.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +191,3 @@ def test_the_hash_of_a_kernel_is_of_the_code_of_its_own_files(
     (kernels / "padding.py").unlink()
     with pytest.raises(UsageError, match="padding is missing"):
         kernel_source_hash()
-
-
-def test_a_tile_is_of_a_mebi_of_scores() -> None:
-    assert math.isclose(attention_cycles.TILE, 1024 * 1024)

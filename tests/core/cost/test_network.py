@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -54,41 +55,29 @@ def test_a_ring_is_left_by_the_shorter_way() -> None:
     assert len(ring.route(0, 15)) == 1
 
 
-def test_a_gather_on_a_square_uses_two_links_of_each_chip() -> None:
-    """Half of what each chip has to receive comes from either side."""
-    square = network("v6e-4")
-    loads = square.ring([(0, 1, 2, 3)], 3e9)
-    assert square.seconds(loads) == pytest.approx(3e9 / 2 / LINK)
-
-
-def test_all_eight_chips_of_a_host_are_one_round_trip_over_neighbours() -> None:
-    host = network("v6e-8")
-    loads = host.ring([tuple(range(8))], 7e9)
-    assert host.seconds(loads) == pytest.approx(7e9 / 2 / LINK)
-
-
-def test_a_line_is_as_slow_as_its_ends() -> None:
-    """The chips of a column of 4 have no way home but back: ends have one link."""
-    host = network("v6e-8")
-    loads = host.ring([(0, 2, 4, 6), (1, 3, 5, 7)], 3e9)
-    assert host.seconds(loads) == pytest.approx(3e9 / LINK)
-
-
-def test_groups_that_share_a_link_wait_for_each_other() -> None:
-    """0-4 and 2-6 are each two hops along one column: the middle link serves both."""
-    host = network("v6e-8")
-    alone = host.seconds(host.ring([(0, 4)], 1e9))
-    both = host.seconds(host.ring([(0, 4), (2, 6)], 1e9))
-    assert alone == pytest.approx(1e9 / LINK)
-    assert both == pytest.approx(2 * alone)
-
-
-def test_rings_along_two_axes_share_the_work() -> None:
-    pod = network("v6e-256")
-    whole = pod.seconds(pod.ring([tuple(range(256))], 255e9))
-    row = pod.seconds(pod.ring([tuple(range(16))], 255e9))
-    assert row == pytest.approx(255e9 / 2 / LINK)
-    assert whole == pytest.approx(row / 2)
+@pytest.mark.parametrize(
+    ("name", "groups", "size", "seconds"),
+    [
+        # Half of what each chip of a square has to receive comes from either side.
+        ("v6e-4", [range(4)], 3e9, 3e9 / 2),
+        # All eight chips of a host are one round trip over neighbours.
+        ("v6e-8", [range(8)], 7e9, 7e9 / 2),
+        # A column of four has no way home but back: its ends have one link.
+        ("v6e-8", [(0, 2, 4, 6), (1, 3, 5, 7)], 3e9, 3e9),
+        # Two groups of two hops along one column share the middle link.
+        ("v6e-8", [(0, 4)], 1e9, 1e9),
+        ("v6e-8", [(0, 4), (2, 6)], 1e9, 2e9),
+        # Rings along two axes share the work.
+        ("v6e-256", [range(16)], 255e9, 255e9 / 2),
+        ("v6e-256", [range(256)], 255e9, 255e9 / 4),
+    ],
+    ids=["square", "host", "lines", "alone", "shared link", "row", "pod"],
+)
+def test_a_ring_is_as_slow_as_its_busiest_link(
+    name: str, groups: list[Sequence[int]], size: float, seconds: float
+) -> None:
+    found = network(name)
+    assert found.seconds(found.ring(groups, size)) == pytest.approx(seconds / LINK)
 
 
 def test_the_cores_of_a_chip_are_nearer_than_its_neighbours() -> None:

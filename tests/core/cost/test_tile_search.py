@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from tpuport.core.cost.tile_search import (
     Tried,
     Tuning,
     case_of,
-    even_sizes,
     is_stale,
     table_entry,
     tune,
@@ -77,18 +77,17 @@ class Model:
         return cost_of(case, 1000.0 * (1 + far))
 
 
+def searched(measure: Any, **changes: Any) -> Tuning:
+    """A search in which all tiles fit."""
+    given = {"start": START, "fits": lambda blocks: True, "limit": 100, **changes}
+    return tune(given.pop("case", CASE), measure=measure, **given)
+
+
 def test_the_search_ends_at_the_best_tiles_near_its_way() -> None:
     best = Blocks(q=1024, kv=1024, kv_compute=512)
     model = Model(best)
     seen: list[Tried] = []
-    found = tune(
-        CASE,
-        start=START,
-        fits=lambda b: True,
-        limit=100,
-        measure=model,
-        on_tried=seen.append,
-    )
+    found = searched(model, on_tried=seen.append)
     assert found.exhausted
     assert found.start == START
     assert found.best.blocks == best
@@ -110,14 +109,14 @@ def test_the_padding_of_the_real_length_is_in_the_score() -> None:
         implementation="tpuport", heads=1, q_len=1025, kv_len=1024, head_dim=64
     )
     start = Blocks(q=4096, kv=1024, kv_compute=256)
-    found = tune(case, start=start, fits=lambda b: True, limit=50, measure=measure)
+    found = searched(measure, case=case, start=start)
     assert found.best.blocks.q == 1152
     assert found.best.padded_scores == 1152 * 1024
 
 
 def test_tiles_that_pad_much_more_than_the_best_are_not_compiled() -> None:
     model = Model(Blocks(q=4096, kv=1792, kv_compute=256))
-    found = tune(CASE, start=START, fits=lambda b: True, limit=100, measure=model)
+    found = searched(model)
     assert Blocks(q=4096, kv=1792, kv_compute=256) not in model.asked
     least = min(
         round_up(5000, t.blocks.q) * round_up(7000, t.blocks.kv) for t in found.tried
@@ -128,13 +127,7 @@ def test_tiles_that_pad_much_more_than_the_best_are_not_compiled() -> None:
 
 def test_tiles_that_do_not_fit_are_not_compiled() -> None:
     model = Model(Blocks(q=2560, kv=3584, kv_compute=512))
-    found = tune(
-        CASE,
-        start=START,
-        fits=lambda b: b.q * b.kv <= START.q * START.kv,
-        limit=100,
-        measure=model,
-    )
+    found = searched(model, fits=lambda b: b.q * b.kv <= START.q * START.kv)
     assert all(b.q * b.kv <= START.q * START.kv for b in model.asked)
     assert found.exhausted
 
@@ -142,19 +135,13 @@ def test_tiles_that_do_not_fit_are_not_compiled() -> None:
 def test_tiles_that_the_compiler_refuses_are_passed_over_and_noted() -> None:
     best = Blocks(q=1280, kv=1792, kv_compute=128)
     model = Model(best, frozenset({best}))
-    found = tune(CASE, start=START, fits=lambda b: True, limit=100, measure=model)
+    found = searched(model)
     assert found.best.blocks != best
     noted = [t for t in found.tried if t.blocks == best]
     assert [t.refused for t in noted] == ["too large"]
     assert noted[0].as_dict() == {"blocks": str(best), "refused": "too large"}
     with pytest.raises(KernelError, match="no tiles tried can be compiled: too"):
-        tune(
-            CASE,
-            start=START,
-            fits=lambda b: False,
-            limit=100,
-            measure=Model(best, frozenset({START})),
-        )
+        searched(Model(best, frozenset({START})), fits=lambda b: False)
 
 
 def test_another_failure_ends_the_search() -> None:
@@ -162,7 +149,7 @@ def test_another_failure_ends_the_search() -> None:
         raise KernelError("the compiler crashed")
 
     with pytest.raises(KernelError, match="the compiler crashed"):
-        tune(CASE, start=START, fits=lambda b: True, limit=9, measure=broken)
+        searched(broken)
 
 
 def test_a_kernel_that_changes_during_the_search_ends_it() -> None:
@@ -171,28 +158,14 @@ def test_a_kernel_that_changes_during_the_search_ends_it() -> None:
         return cost if case.blocks == START else replace(cost, source_hash="1" * 64)
 
     with pytest.raises(KernelError, match="changed during the search"):
-        tune(CASE, start=START, fits=lambda b: True, limit=9, measure=measure)
+        searched(measure)
 
 
 def test_the_limit_is_on_what_is_compiled() -> None:
     model = Model(Blocks(q=512, kv=512, kv_compute=128))
-    found = tune(CASE, start=START, fits=lambda b: True, limit=3, measure=model)
+    found = searched(model, limit=3)
     assert len(model.asked) == 3
     assert not found.exhausted
-
-
-@pytest.mark.parametrize(
-    ("length", "near", "step"), [(39826, 3072, 128), (100, 128, 128), (5000, 9000, 256)]
-)
-def test_sizes_cut_a_length_evenly(length: int, near: int, step: int) -> None:
-    sizes = even_sizes(length, near, step)
-    assert sizes
-    assert len(set(sizes)) == len(sizes)
-    for size in sizes:
-        tiles = -(-length // size)
-        assert size % step == 0
-        # One step less would need one tile more.
-        assert size == step or tiles * (size - step) < length
 
 
 def tuning(blocks: Blocks = START, q_len: int = 5000) -> Tuning:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,15 @@ from tpuport.core.mesh.device_mesh import OWN_ORDER, build_mesh, torus_order
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, Topology, parse_topology
 
+
+def chips_of(name: str) -> int:
+    return parse_topology(name).chips
+
+
 LARGER = [
     name
     for name in TOPOLOGY_NAMES
-    if parse_topology(name).chips > OWN_ORDER and parse_topology(name).devices <= 512
+    if chips_of(name) > OWN_ORDER and parse_topology(name).devices <= 512
 ]
 #: Slices with an order of their own, and those that keep theirs.
 LARGE = [name for name in LARGER if name.startswith(("v5e", "v6e"))]
@@ -106,19 +112,14 @@ def test_every_mesh_has_each_device_once_in_whatever_order_they_come(name: str) 
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in TOPOLOGY_NAMES if parse_topology(n).chips <= OWN_ORDER]
+    "name", [n for n in TOPOLOGY_NAMES if n in DEEP or chips_of(n) <= OWN_ORDER]
 )
-def test_up_to_eight_chips_keep_the_order_of_the_slice(name: str) -> None:
-    for order in (listed(name), listed(name)[::-1]):
+def test_eight_chips_and_slices_in_three_dims_keep_their_order(name: str) -> None:
+    given = listed(name)
+    mixed = random.Random(5).sample(given, len(given))
+    for order in (given, given[::-1], mixed):
         for spec in meshes(len(order)):
             assert torus_order(order, spec) == order
-
-
-@pytest.mark.parametrize("name", DEEP)
-def test_slices_in_three_dims_keep_their_order(name: str) -> None:
-    mixed = random.Random(5).sample(listed(name), parse_topology(name).devices)
-    for spec in meshes(len(mixed)):
-        assert torus_order(mixed, spec) == mixed
 
 
 @pytest.mark.parametrize("name", ["v5e-16", "v6e-16", "v6e-32"])
@@ -157,10 +158,7 @@ def extents(devices: Sequence[Device]) -> tuple[int, ...]:
     sides = list(zip(*(d.coords for d in devices), strict=True))
     size = tuple(max(side) - min(side) + 1 for side in sides)
     cores = len({d.core_on_chip for d in devices})
-    area = cores
-    for n in size:
-        area *= n
-    assert area == len(devices)
+    assert cores * math.prod(size) == len(devices)
     return tuple(n for n in size if n > 1)
 
 

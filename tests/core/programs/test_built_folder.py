@@ -126,36 +126,34 @@ def test_stages_are_compiled_one_by_one_and_others_stay(
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("name", "how", "config", "words"),
     [
-        ({"mesh": "sp=4"}, "mesh dp=1,sp=2,tp=1 -> dp=1,sp=4,tp=1"),
-        ({"attention": "blockwise"}, "attention auto -> blockwise"),
+        (NAME, {"mesh": "sp=4"}, {}, "mesh dp=1,sp=2,tp=1 -> dp=1,sp=4,tp=1"),
+        (NAME, {"attention": "blockwise"}, {}, "attention auto -> blockwise"),
+        (NAME, {}, {"eps": 0.125}, " -> 0.125"),
+        ("CogVideoXPipeline", {}, {}, f"pipeline {NAME} -> CogVideoXPipeline"),
     ],
+    ids=["mesh", "attention", "config", "pipeline"],
 )
 def test_another_run_is_refused_by_name_before_anything_is_loaded(
-    how: dict[str, str], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    how: dict[str, str],
+    config: dict[str, float],
+    words: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def load(*args: Any) -> None:
         raise AssertionError("an executable was loaded")
 
     monkeypatch.setattr(built_folder, "load", load)
+    pipeline, _ = made(all_examples()[name])
+    pipeline.transformer.register_to_config(**config)
     with pytest.raises(ArtifactError, match="is not for this run") as caught:
-        tpuport.port(pipeline_of()[0], **{"mesh": MESH, **how}, executables=folder)
+        tpuport.port(pipeline, **{"mesh": MESH, **how}, executables=folder)
     assert words in str(caught.value)
     assert "compile again with `tpuport compile`" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_another_pipeline_and_another_config_are_refused(folder: Path) -> None:
-    other, _ = made(all_examples()["CogVideoXPipeline"])
-    with pytest.raises(
-        ArtifactError, match="pipeline WanPipeline -> CogVideoXPipeline"
-    ):
-        tpuport.port(other, mesh=MESH, executables=folder)
-    pipeline, _ = pipeline_of()
-    pipeline.transformer.register_to_config(eps=0.125)
-    with pytest.raises(ArtifactError, match=r"transformer eps .* -> 0\.125"):
-        tpuport.port(pipeline, mesh=MESH, executables=folder)
 
 
 def test_a_program_that_is_not_there_is_compiled_and_named(folder: Path) -> None:

@@ -19,6 +19,7 @@ from tpuport.errors import HubError, WeightsError
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 INDEX = f"{TRANSFORMER}.index.json"
+TWO = "transformer/two.safetensors"
 #: A small weight whose shape no other weight needs to agree with.
 SMALL = "proj_out.bias"
 
@@ -111,9 +112,7 @@ def test_whatever_is_read_is_in_the_fingerprint(folder: Path) -> None:
     """Shards by the index's names, configs, and the class that the index names."""
     shard(folder)
     before = Checkpoint(folder, "x").fingerprint("transformer")
-    rewrite(
-        folder / "transformer/two.safetensors", lambda t: next(iter(t.values())).add_(1)
-    )
+    rewrite(folder / TWO, lambda t: next(iter(t.values())).add_(1))
     changed = Checkpoint(folder, "x").fingerprint("transformer")
     assert changed != before
     edit_json(folder / "transformer/config.json", dropout=0.1)
@@ -168,88 +167,90 @@ def test_a_hub_id_that_cannot_be_reached() -> None:
 # --- a component's files
 
 
-def remove_weights(folder: Path) -> None:
-    (folder / TRANSFORMER).unlink()
-
-
-def remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder / "transformer")
+def in_shards(change: Callable[[Path, dict[str, str]], object]) -> Any:
+    """A change to a checkpoint in two files, whose map it is given."""
+    return lambda folder: change(folder, shard(folder))
 
 
 def only_pickle(folder: Path) -> None:
-    remove_weights(folder)
+    (folder / TRANSFORMER).unlink()
     torch.save({}, folder / "transformer/diffusion_pytorch_model.bin")
 
 
-def truncate(folder: Path) -> None:
-    data = (folder / TRANSFORMER).read_bytes()
-    (folder / TRANSFORMER).unlink()
-    (folder / TRANSFORMER).write_bytes(data[: len(data) // 2])
-
-
-def not_safetensors(folder: Path) -> None:
-    (folder / TRANSFORMER).unlink()
-    (folder / TRANSFORMER).write_bytes(b"\xff" * 100)
-
-
-def drop_tensor(folder: Path) -> None:
-    rewrite(folder / TRANSFORMER, lambda t: t.pop(SMALL))
-
-
-def remove_shard(folder: Path) -> None:
-    shard(folder)
-    (folder / "transformer/two.safetensors").unlink()
-
-
-def index_without_map(folder: Path) -> None:
-    shard(folder)
-    (folder / INDEX).write_text("{}")
-
-
-def shard_without_tensor(folder: Path) -> None:
-    mapping = shard(folder)
-    rewrite(folder / f"transformer/{mapping[SMALL]}", lambda t: t.pop(SMALL))
-
-
-def shard_with_stray(folder: Path) -> None:
-    shard(folder)
-    stray = {"stray": torch.zeros(1)}
-    rewrite(folder / "transformer/one.safetensors", lambda t: t.update(stray))
-
-
-def index_elsewhere(name: Any) -> Callable[[Path], None]:
+def overwrite(cut: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        mapping = shard(folder)
-        (folder / INDEX).write_text(
-            json.dumps({"weight_map": {**mapping, SMALL: name}})
-        )
+        data = (folder / TRANSFORMER).read_bytes()
+        (folder / TRANSFORMER).unlink()
+        (folder / TRANSFORMER).write_bytes(cut(data))
 
-    change.__name__ = f"index_of_{name}"
     return change
 
 
-BROKEN = [
-    *(
-        (index_elsewhere(name), f"weight_map.{SMALL} is {name!r}, which is no file of")
+def index_elsewhere(name: Any) -> Any:
+    return in_shards(
+        lambda folder, mapping: (folder / INDEX).write_text(
+            json.dumps({"weight_map": {**mapping, SMALL: name}})
+        )
+    )
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    **{
+        f"index of {name}": (
+            index_elsewhere(name),
+            f"weight_map.{SMALL} is {name!r}, which is no file of",
+        )
         for name in ("../two.safetensors", "/etc/passwd", "..", "a/b", 3, None, [])
+    },
+    "no weights": (
+        lambda folder: (folder / TRANSFORMER).unlink(),
+        "transformer/ has no safetensors weights",
     ),
-    (remove_weights, "transformer/ has no safetensors weights"),
-    (remove_folder, "folder transformer/ is missing"),
-    (only_pickle, "transformer/ has only pickle weights (diffusion_pytorch_model.bin)"),
-    (truncate, f"{TRANSFORMER} is truncated or not a safetensors file"),
-    (not_safetensors, f"{TRANSFORMER} is truncated or not a safetensors file"),
-    (
-        remove_shard,
-        "transformer/two.safetensors is missing, though "
-        "diffusion_pytorch_model.safetensors.index.json names it",
+    "no folder": (
+        lambda folder: shutil.rmtree(folder / "transformer"),
+        "folder transformer/ is missing",
     ),
-    (index_without_map, f"{INDEX} has no map"),
-    (shard_without_tensor, f"lacks {SMALL}, which"),
-    (shard_with_stray, "transformer/one.safetensors holds stray, which"),
-]
+    "only pickle": (
+        only_pickle,
+        "transformer/ has only pickle weights (diffusion_pytorch_model.bin)",
+    ),
+    "truncated": (
+        overwrite(lambda data: data[: len(data) // 2]),
+        f"{TRANSFORMER} is truncated or not a safetensors file",
+    ),
+    "not safetensors": (
+        overwrite(lambda data: b"\xff" * 100),
+        f"{TRANSFORMER} is truncated or not a safetensors file",
+    ),
+    "no shard": (
+        in_shards(lambda folder, _: (folder / TWO).unlink()),
+        f"{TWO} is missing, though diffusion_pytorch_model.safetensors.index.json "
+        "names it",
+    ),
+    "no map": (
+        in_shards(lambda folder, _: (folder / INDEX).write_text("{}")),
+        f"{INDEX} has no map",
+    ),
+    "shard without a tensor": (
+        in_shards(
+            lambda folder, mapping: rewrite(
+                folder / "transformer" / mapping[SMALL], lambda t: t.pop(SMALL)
+            )
+        ),
+        f"lacks {SMALL}, which",
+    ),
+    "shard with another tensor": (
+        in_shards(
+            lambda folder, _: rewrite(
+                folder / TWO, lambda t: t.update(stray=torch.zeros(1))
+            )
+        ),
+        f"{TWO} holds stray, which",
+    ),
+}
 
 
-@pytest.mark.parametrize(("change", "expected"), BROKEN)
+@pytest.mark.parametrize(("change", "expected"), BROKEN.values(), ids=BROKEN)
 def test_files_that_are_wrong_are_refused_before_a_tensor_is_read(
     folder: Path, change: Callable[[Path], None], expected: str
 ) -> None:
@@ -264,18 +265,11 @@ def test_files_that_are_wrong_are_refused_before_a_tensor_is_read(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (drop_tensor, f"transformer/ has no weight {SMALL}"),
-        (
-            lambda folder: rewrite(
-                folder / TRANSFORMER, lambda t: t.update({SMALL: torch.zeros(3)})
-            ),
-            "transformer does not load",
-        ),
+        (lambda t: t.pop(SMALL), f"transformer/ has no weight {SMALL}"),
+        (lambda t: t.update({SMALL: torch.zeros(3)}), "transformer does not load"),
         *(
             (
-                lambda folder, value=value: rewrite(
-                    folder / TRANSFORMER, lambda t: t[SMALL].__setitem__(1, value)
-                ),
+                lambda t, value=value: t[SMALL].__setitem__(1, value),
                 f"transformer: {SMALL} holds NaN or infinite values",
             )
             for value in (float("nan"), float("-inf"))
@@ -284,9 +278,9 @@ def test_files_that_are_wrong_are_refused_before_a_tensor_is_read(
     ids=["absent", "shape", "nan", "infinite"],
 )
 def test_tensors_that_cannot_be_are_named(
-    folder: Path, change: Callable[[Path], None], expected: str
+    folder: Path, change: Callable[[Any], None], expected: str
 ) -> None:
-    change(folder)
+    rewrite(folder / TRANSFORMER, change)
     message = refusal(load, folder)
     assert message.startswith(f"{folder}: ")
     assert expected in message

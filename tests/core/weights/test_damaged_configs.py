@@ -23,14 +23,10 @@ from tpuport.core.weights.configs import check_config
 from tpuport.errors import TpuportError, WeightsError
 from tpuport.plugins import folder_of, model_plugins
 
-SCHEDULER = "scheduler/scheduler_config.json"
-CONFIGS = (
-    "model_index.json",
-    "transformer/config.json",
-    "vae/config.json",
-    "text_encoder/config.json",
-    SCHEDULER,
-)
+INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
+TRANSFORMER, VAE = "transformer/config.json", "vae/config.json"
+TEXT = "text_encoder/config.json"
+CONFIGS = (INDEX, TRANSFORMER, VAE, TEXT, SCHEDULER)
 
 
 @pytest.fixture
@@ -86,37 +82,22 @@ def test_a_damaged_config_never_ends_unexpectedly(folder: Path, file: str) -> No
 
 
 NAMED = [
-    ("model_index.json", "vae", ["diffusers", 3], "vae is ['diffusers', 3]"),
-    (
-        "transformer/config.json",
-        "num_layers",
-        10**8,
-        "num_layers is 100000000: more than ",
-    ),
-    ("transformer/config.json", "num_layers", 0, "num_layers is 0: it must be above 0"),
-    ("transformer/config.json", "patch_size", "two", "a whole number is needed"),
-    ("transformer/config.json", "norm_eps", None, "norm_eps is None: a number is need"),
-    ("transformer/config.json", "activation_fn", "x", "does not build a CogVideoXTran"),
-    ("vae/config.json", "block_out_channels", [], "channels is []: it must not be emp"),
-    (
-        "vae/config.json",
-        "block_out_channels",
-        ["x"],
-        "every entry must be a whole numb",
-    ),
-    ("vae/config.json", "scaling_factor", "x", "scaling_factor is 'x': a number is"),
-    ("vae/config.json", "scaling_factor", 0.0, "scaling_factor is 0.0: it must be ab"),
-    (
-        "vae/config.json",
-        "temporal_compression_ratio",
-        10**9,
-        "at most 4096 is possible",
-    ),
-    ("text_encoder/config.json", "feed_forward_proj", "zz", "no such activation funct"),
-    ("text_encoder/config.json", "num_heads", 2.5, "num_heads is 2.5: a whole number"),
-    ("text_encoder/config.json", "model_type", "t6", "transformers has no such model"),
-    ("text_encoder/config.json", "is_gated_act", None, "is None: true or false is ne"),
-    ("text_encoder/config.json", "num_layers", -1, "num_layers is -1: it must be abo"),
+    (INDEX, "vae", ["diffusers", 3], "vae is ['diffusers', 3]"),
+    (TRANSFORMER, "num_layers", 10**8, "num_layers is 100000000: more than "),
+    (TRANSFORMER, "num_layers", 0, "num_layers is 0: it must be above 0"),
+    (TRANSFORMER, "patch_size", "two", "a whole number is needed"),
+    (TRANSFORMER, "norm_eps", None, "norm_eps is None: a number is need"),
+    (TRANSFORMER, "activation_fn", "x", "does not build a CogVideoXTran"),
+    (VAE, "block_out_channels", [], "channels is []: it must not be emp"),
+    (VAE, "block_out_channels", ["x"], "every entry must be a whole numb"),
+    (VAE, "scaling_factor", "x", "scaling_factor is 'x': a number is"),
+    (VAE, "scaling_factor", 0.0, "scaling_factor is 0.0: it must be ab"),
+    (VAE, "temporal_compression_ratio", 10**9, "at most 4096 is possible"),
+    (TEXT, "feed_forward_proj", "zz", "no such activation funct"),
+    (TEXT, "num_heads", 2.5, "num_heads is 2.5: a whole number"),
+    (TEXT, "model_type", "t6", "transformers has no such model"),
+    (TEXT, "is_gated_act", None, "is None: true or false is ne"),
+    (TEXT, "num_layers", -1, "num_layers is -1: it must be abo"),
     (SCHEDULER, "beta_schedule", "x", "one of linear, scaled_linear, squaredcos"),
     (SCHEDULER, "prediction_type", "x", "prediction_type is 'x': one of epsilon, "),
     (SCHEDULER, "trained_betas", ["x"], "every entry must be a number"),
@@ -137,11 +118,7 @@ def test_a_value_that_cannot_be_is_named(
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        (
-            "transformer",
-            "CogVideoX",
-            "has no transformer, which CogVideoXPipeline need",
-        ),
+        ("transformer", "CogVideoX", "has no transformer, which CogVideoXPipeline"),
         ("scheduler", ["diffusers", "None"], "names scheduler as diffusers.None"),
         ("tokenizer", ["transformers", "T6"], "names tokenizer as transformers.T6"),
         ("tokenizer", ["os", "system"], "names tokenizer as os.system; tpuport runs"),
@@ -150,13 +127,13 @@ def test_a_value_that_cannot_be_is_named(
 def test_a_class_that_cannot_be_is_named(
     folder: Path, field: str, value: Any, expected: str
 ) -> None:
-    message = outcome(folder, "model_index.json", Damage((field,), value))
-    assert f"model_index.json {expected}" in message
+    message = outcome(folder, INDEX, Damage((field,), value))
+    assert f"{INDEX} {expected}" in message
 
 
 def test_a_value_that_is_left_out_is_upstreams_default(folder: Path) -> None:
     missing = Damage(("num_heads",), MISSING)  # which is 8, as here
-    assert outcome(folder, "text_encoder/config.json", missing) == ""
+    assert outcome(folder, TEXT, missing) == ""
 
 
 def test_no_published_config_is_refused() -> None:
@@ -184,7 +161,7 @@ def test_no_published_config_is_refused() -> None:
     ids=["large", "deep", "long"],
 )
 def test_what_is_read_is_bounded(folder: Path, text: str, expected: str) -> None:
-    file = folder / "vae/config.json"
+    file = folder / VAE
     file.write_text(text)
     with pytest.raises(WeightsError) as caught:
         Checkpoint(folder, "x").config("vae")

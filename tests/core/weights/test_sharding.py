@@ -82,40 +82,35 @@ class TestRule:
 
 
 class TestPlan:
-    def test_every_weight_gets_the_spec_of_its_rule(self) -> None:
-        assert dict(plan().assignments) == {
-            f"blocks.{i}.{name}": spec
+    def test_every_weight_has_a_rule_and_rules_say_what_they_match(self) -> None:
+        done = plan()
+        assert dict(done.assignments) == {
+            f"blocks.{i}.{name}": rule.spec
             for i in range(2)
-            for name, spec in {
-                "up.weight": ("tp", None),
-                "up.bias": ("tp",),
-                "down.weight": (None, "tp"),
-                "norm.scale": (),
+            for name, rule in {
+                "up.weight": UP,
+                "up.bias": UP_BIAS,
+                "down.weight": DOWN,
+                "norm.scale": NORM,
             }.items()
         }
-
-    def test_rules_say_what_they_match(self) -> None:
-        uses = [(u.pattern, u.spec, u.matches, u.bytes) for u in plan().rules]
-        assert uses == [
+        assert [(u.pattern, u.spec, u.matches, u.bytes) for u in done.rules] == [
             (UP.pattern, ("tp", None), 2, 2 * 16 * 8 * 2),
             (UP_BIAS.pattern, ("tp",), 2, 2 * 16 * 2),
             (DOWN.pattern, (None, "tp"), 2, 2 * 8 * 16 * 2),
             (NORM.pattern, (), 2, 2 * 8 * 2),
         ]
-
-    def test_bytes_per_device_are_the_split_and_the_replicated_ones(self) -> None:
-        done = plan()
         split, whole = 2 * (2 * 16 * 8 + 16) * 2, 2 * 8 * 2
         assert done.total_bytes == split + whole
         assert done.replicated_bytes == whole
         assert done.bytes_per_device == split // 4 + whole
-
-    def test_on_one_device_everything_is_whole(self) -> None:
-        done = plan(mesh={"dp": 1, "sp": 1, "tp": 1})
-        assert done.bytes_per_device == done.total_bytes == done.replicated_bytes
+        alone = plan(mesh={"dp": 1, "sp": 1, "tp": 1})
+        assert alone.bytes_per_device == alone.replicated_bytes == done.total_bytes
 
     def test_a_pattern_must_match_the_whole_name(self) -> None:
         rules = (ShardRule(pattern=r"blocks\.\d+\.up", spec=()), *RULES[1:])
+        with pytest.raises(ShardingError, match="has 1 problem:\n"):
+            plan(RULES[1:])
         found = problems(rules)[0]
         assert found.endswith(": blocks.0.up.weight, blocks.1.up.weight")
 
@@ -169,27 +164,50 @@ class TestProblems:
             "weight: blocks.0.up.bias, blocks.1.up.bias",
         )
 
-    def test_a_spec_of_another_rank(self) -> None:
-        assert one((8,), "tp", None) == (
-            "rule 'w' has a spec of rank 2, [tp, -], for a weight of rank 1, "
-            "shape [8]: w",
-        )
-        assert one((8, 8, 8), "tp", None) == (
-            "rule 'w' has a spec of rank 2, [tp, -], for a weight of rank 3, "
-            "shape [8, 8, 8]: w",
-        )
-
-    def test_a_dim_that_does_not_divide(self) -> None:
-        assert one((8, 30), None, "tp") == (
-            "rule 'w' splits dim 1 of size 30 (shape [8, 30]) over mesh axis tp of "
-            "size 4, which does not divide it: w",
-        )
-
-    def test_a_dim_that_does_not_divide_by_several_axes(self) -> None:
-        assert one((4,), ("dp", "tp")) == (
-            "rule 'w' splits dim 0 of size 4 (shape [4]) over mesh axis dp+tp of "
-            "size 8, which does not divide it: w",
-        )
+    @pytest.mark.parametrize(
+        ("shape", "spec", "told"),
+        [
+            (
+                (8,),
+                ("tp", None),
+                "has a spec of rank 2, [tp, -], for a weight of rank 1, shape [8]: w",
+            ),
+            (
+                (8, 8, 8),
+                ("tp", None),
+                "has a spec of rank 2, [tp, -], for a weight of rank 3, shape "
+                "[8, 8, 8]: w",
+            ),
+            (
+                (8, 30),
+                (None, "tp"),
+                "splits dim 1 of size 30 (shape [8, 30]) over mesh axis tp of size 4, "
+                "which does not divide it: w",
+            ),
+            (
+                (4,),
+                (("dp", "tp"),),
+                "splits dim 0 of size 4 (shape [4]) over mesh axis dp+tp of size 8, "
+                "which does not divide it: w",
+            ),
+            ((8,), ("ep",), "names mesh axis 'ep', the mesh has dp, sp, tp"),
+            (
+                (16, 16),
+                ("tp", "tp"),
+                "uses mesh axis 'tp' 2 times in [tp, tp]; an axis can split one dim",
+            ),
+            (
+                (16, 16),
+                (("tp", "tp"), None),
+                "uses mesh axis 'tp' 2 times in [tp+tp, -]; an axis can split one dim",
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_spec_that_does_not_fit(
+        self, shape: tuple[int, ...], spec: Any, told: str
+    ) -> None:
+        assert one(shape, *spec) == (f"rule 'w' {told}",)
 
     def test_the_same_problem_of_many_weights_is_one_line(self) -> None:
         weights = {
@@ -200,20 +218,6 @@ class TestProblems:
             "b.0, b.1, b.2 and 2 more",
             "b.5",
         ]
-
-    def test_an_axis_the_mesh_does_not_have(self) -> None:
-        assert one((8,), "ep") == (
-            "rule 'w' names mesh axis 'ep', the mesh has dp, sp, tp",
-        )
-
-    @pytest.mark.parametrize(
-        ("spec", "text"), [(("tp", "tp"), "[tp, tp]"), ((("tp", "tp"), None), None)]
-    )
-    def test_an_axis_twice_in_a_spec(self, spec: Any, text: str | None) -> None:
-        assert one((16, 16), *spec) == (
-            f"rule 'w' uses mesh axis 'tp' 2 times in {text or '[tp+tp, -]'}; an axis "
-            "can split one dim",
-        )
 
     def test_all_of_them_are_raised_at_once(self) -> None:
         rules = (
@@ -236,10 +240,6 @@ class TestProblems:
             "  - rule 'gone' matches no weight of net; correct it, or set "
             "optional=True if only some configs have the weight",
         ]
-
-    def test_one_problem_is_one(self) -> None:
-        with pytest.raises(ShardingError, match="has 1 problem:\n"):
-            plan(RULES[1:])
 
 
 class TestReport:

@@ -25,10 +25,9 @@ _START = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _END = re.compile(r"\}(, execution_thread=.*)?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|true_computation|false_computation)="
-    r"%?([\w.\-]+)"
+    r"\b(calls|to_apply|body|condition|(?:true|false|branch)_computations?)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
 )
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
@@ -229,13 +228,8 @@ def _instruction(line: str) -> Instruction | None:
     # What a string or a JSON value holds names no computation.
     plain = attributes.split("backend_config=", 1)[0]
     called: dict[str, tuple[str, ...]] = {}
-    for role, name in _CALLED.findall(plain):
-        called[role] = (*called.get(role, ()), name)
-    branches = _BRANCHES.search(plain)
-    if branches:
-        called["branch"] = tuple(
-            n.strip().lstrip("%") for n in branches[1].split(",") if n.strip()
-        )
+    for role, names in _CALLED.findall(plain):
+        called[role] = (*called.get(role, ()), *re.findall(r"[\w.\-]+", names))
     return Instruction(
         name=start[2],
         opcode=opcode,

@@ -55,55 +55,68 @@ def dump_flags(folder: Path) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
-    """Neighbouring bundles that run equally often.
-
-    Attributes:
-        start, end: bundle addresses, ``end`` not included.
-        depth: loops around it, the grid's own among them.
-        runs: times it runs in one call; a fraction where it differs within.
-    """
-
-    start: int
-    end: int
-    depth: int
-    runs: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Execution:
     """One way a kernel's call can go.
 
     Attributes:
+        schedule: the kernel's.
         conditions: on data, and whether each holds; empty where nothing depends on it.
         grid: iterations of the grid, of one core.
-        cycles: bundles executed in the whole call by one core.
-        used: unit -> slots filled in those cycles.
-        capacity: unit -> slots of one bundle.
-        regions: where the cycles are, in program order.
+        counts: how often each bundle runs in the whole call on one core.
     """
 
+    schedule: KernelSchedule
     conditions: tuple[tuple[str, bool], ...]
     grid: tuple[int, ...]
-    cycles: float
-    used: Mapping[str, float]
-    capacity: Mapping[str, int]
-    regions: tuple[Region, ...]
+    counts: np.ndarray
+
+    @property
+    def cycles(self) -> float:
+        """Bundles executed in the whole call by one core."""
+        return float(self.counts.sum())
+
+    @property
+    def used(self) -> dict[str, float]:
+        """Unit -> slots filled in those cycles."""
+        used = self.counts @ self.schedule.used
+        return dict(zip(self.schedule.capacity, map(float, used), strict=True))
 
     @property
     def utilization(self) -> dict[str, float]:
         """Unit -> share of its slots that is filled."""
-        return {
-            unit: self.used[unit] / (self.cycles * slots)
-            for unit, slots in self.capacity.items()
-        }
+        used, cycles = self.used, self.cycles
+        slots = self.schedule.capacity.items()
+        return {unit: used[unit] / (cycles * most) for unit, most in slots}
 
     @property
     def busiest(self) -> str:
         """The unit with the fewest slots to spare."""
         found = self.utilization
         return max(found, key=lambda unit: found[unit])
+
+    @property
+    def regions(self) -> list[dict[str, float]]:
+        """Neighbouring bundles that run equally often, in program order; JSON-ready.
+
+        ``start`` and ``end`` are addresses, ``end`` not included; ``depth`` is loops
+        around it, the grid's own among them.
+        """
+        depths = np.zeros(len(self.counts), dtype=int)
+        for loop in self.schedule.program.loops:
+            depths[loop.head : loop.end] += 1
+        changes = (np.diff(self.counts) != 0) | (np.diff(depths) != 0)
+        edges = [0, *(int(at) + 1 for at in np.flatnonzero(changes)), len(depths)]
+        return [
+            {
+                "start": start,
+                "end": end,
+                "depth": int(depths[start]),
+                "runs": float(self.counts[start]),
+            }
+            for start, end in itertools.pairwise(edges)
+            if self.counts[start]
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +203,15 @@ class _Walk:
             if loop is not None:
                 counts[: loop.head] += 1
                 counts[loop.end :] += 1
-            ways.append(self._execution(counts, assumed, grid or (turns,)))
+            told = tuple((show(atom), value) for atom, value in assumed.items())
+            ways.append(
+                Execution(
+                    schedule=self.schedule,
+                    conditions=told,
+                    grid=grid or (turns,),
+                    counts=counts,
+                )
+            )
         return ways
 
     def _indices(self, turn: int) -> dict[str, int]:
@@ -288,40 +309,6 @@ class _Walk:
             values = {name: first + turn * by for name, (first, by) in counters.items()}
             total += self._run(loop.head, loop.end, {**env, **values}, assumed)
         return total
-
-    def _execution(
-        self,
-        counts: np.ndarray,
-        assumed: Mapping[Expression, bool],
-        grid: tuple[int, ...],
-    ) -> Execution:
-        units = list(self.schedule.capacity)
-        used = counts @ self.schedule.used
-        return Execution(
-            conditions=tuple((show(atom), value) for atom, value in assumed.items()),
-            grid=grid,
-            cycles=float(counts.sum()),
-            used={unit: float(n) for unit, n in zip(units, used, strict=True)},
-            capacity=self.schedule.capacity,
-            regions=tuple(self._regions(counts)),
-        )
-
-    def _regions(self, counts: np.ndarray) -> list[Region]:
-        depths = np.zeros(len(counts), dtype=int)
-        for loop in self.program.loops:
-            depths[loop.head : loop.end] += 1
-        changes = (np.diff(counts) != 0) | (np.diff(depths) != 0)
-        edges = [0, *(int(at) + 1 for at in np.flatnonzero(changes)), len(counts)]
-        return [
-            Region(
-                start=start,
-                end=end,
-                depth=int(depths[start]),
-                runs=float(counts[start]),
-            )
-            for start, end in itertools.pairwise(edges)
-            if counts[start]
-        ]
 
 
 def _assignments(steps: Sequence[Sequence[Expression]]) -> list[dict[Expression, bool]]:

@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
         "conditions": [
             f"{'' if value else 'not '}({text})" for text, value in way.conditions
         ],
-        "regions": [asdict(region) for region in way.regions],
+        "regions": way.regions,
         **rest,
     }
     (folder / "cost.json").write_text(json.dumps(cost, indent=1))

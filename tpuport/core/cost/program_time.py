@@ -285,7 +285,7 @@ class _Walk:
                     instruction,
                     times,
                     category=COLLECTIVE,
-                    cycles=self._estimate(instruction),
+                    cycles=float(instruction.estimated_cycles or 0),
                     bound=ICI,
                     collective=collective,
                 )
@@ -369,9 +369,6 @@ class _Walk:
         near = self._home[id(instruction)]
         return [near[name] for name in instruction.operands if name in near]
 
-    def _estimate(self, instruction: Instruction) -> float:
-        return float(instruction.estimated_cycles or 0)
-
     def _compute(self, instruction: Instruction, times: int) -> float:
         """Seconds of one run of an instruction on the core."""
         called = instruction.called
@@ -395,15 +392,17 @@ class _Walk:
         if instruction.target == PALLAS:
             kernel = self.kernels(instruction, operands)
             cycles, bound, flops = kernel.cycles, kernel.bound, kernel.flops
-            # It cannot be done before what it reads and writes has come and gone.
-            moved = min(hbm, _said_to_move(instruction, hbm))
-            moving = moved / self.chip.hbm_bandwidth * self.clock
+            # It cannot be done before what it reads and writes has come and gone:
+            # all its arrays, or the part of them that it says it moves.
+            said = instruction.config.get("custom_call_config", {})
+            said = said.get("cost_estimate", {}).get("bytes_accessed", hbm)
+            moving = min(hbm, float(said)) / self.chip.hbm_bandwidth * self.clock
             if moving > cycles:
                 cycles, bound = moving, HBM
+        elif (estimated := instruction.estimated_cycles) is not None:
+            cycles = float(estimated)
         else:
-            cycles = self._estimate(instruction)
-            if instruction.estimated_cycles is None:
-                cycles = hbm / self.chip.hbm_bandwidth * self.clock
+            cycles = hbm / self.chip.hbm_bandwidth * self.clock
         if cycles <= 0:
             return 0.0
         seconds = least = cycles / self.clock
@@ -477,12 +476,6 @@ class _Walk:
         }
         unit = max(shares, key=lambda name: shares[name])
         return unit if shares[unit] >= BUSY else VECTOR
-
-
-def _said_to_move(kernel: Instruction, rest: float) -> float:
-    """Bytes that a kernel says it moves, ``rest`` where it does not say."""
-    config = kernel.config.get("custom_call_config", {})
-    return float(config.get("cost_estimate", {}).get("bytes_accessed", rest))
 
 
 def _occupied(

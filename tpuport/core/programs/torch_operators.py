@@ -166,7 +166,7 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.logical_and: jnp.logical_and,
     aten.logical_or: jnp.logical_or,
     aten.add: lambda x, y, alpha=1: x + alpha * y,
-    aten.sub: lambda x, y, alpha=1: x - alpha * y,
+    aten.sub: lambda x, y, alpha=1: x + -alpha * y,
     aten.rsub: lambda x, y, alpha=1: y - alpha * x,
     aten.mul: lambda x, y: x * y,
     aten.div: lambda x, y: x / y,

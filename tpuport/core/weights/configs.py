@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tpuport.core.files.atomic import one_line
@@ -122,22 +122,24 @@ def building(what: str, file: str) -> Iterator[None]:
 
 def _kinds(annotation: Any) -> set[type] | None:
     """The types that a value from JSON may have; ``None`` where anything goes."""
-    if annotation is None or annotation is types.NoneType:
+    if annotation is None:
         return {types.NoneType}
-    if annotation is float:
-        return {int, float}
-    if annotation in (int, bool, str, dict):
-        return {annotation}
+    if annotation in (types.NoneType, int, bool, str, dict, float):
+        return {annotation} | ({int} if annotation is float else set())
     origin = get_origin(annotation) or annotation
     if origin in (list, tuple):
         return {list, tuple}
     if origin is Literal:
         return {type(word) for word in get_args(annotation)}
     if origin in (Union, types.UnionType):
-        found = [_kinds(part) for part in get_args(annotation)]
-        known = [kinds for kinds in found if kinds is not None]
-        return set.union(*known) if len(known) == len(found) else None
+        return _kinds_of_any(get_args(annotation))
     return None
+
+
+def _kinds_of_any(annotations: Iterable[Any]) -> set[type] | None:
+    found = [_kinds(part) for part in annotations]
+    known = [kinds for kinds in found if kinds is not None]
+    return set.union(*known) if known and len(known) == len(found) else None
 
 
 def _type_problem(value: Any, parameter: inspect.Parameter) -> str:
@@ -166,9 +168,7 @@ def _entries(annotation: Any, default: Any) -> set[type] | None:
         return {type(entry) for entry in default}
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) in (list, tuple):
-            found = [_kinds(arg) for arg in get_args(part) if arg is not ...]
-            known = [kinds for kinds in found if kinds is not None]
-            return set.union(*known) if known and len(known) == len(found) else None
+            return _kinds_of_any(arg for arg in get_args(part) if arg is not ...)
     return None
 
 
