@@ -27,8 +27,8 @@ from tpuport.cli.runs.size_class import sized
 from tpuport.cli.shown.output import check_report, say
 from tpuport.core.enums import Blocks, StageName, denoises
 from tpuport.core.files.folders import check_folder
-from tpuport.core.files.outputs import Outputs, Video, VideoFiles, plan_outputs
-from tpuport.core.files.video_file import SOUNDING, check_length
+from tpuport.core.files.outputs import Outputs, Video, plan_outputs
+from tpuport.core.files.video_file import SOUNDING, VideoWriter, check_length
 from tpuport.core.reports import (
     Reporter,
     RunReport,
@@ -261,9 +261,9 @@ class VideoRun(PipelineCall):
         late = until is not None or bool(kept and kept.begun)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.opened(late=late))
-            files = None
+            writers: list[VideoWriter] = []
             if outputs is not None:
-                files = stack.enter_context(VideoFiles(outputs, self.fps))
+                writers = stack.enter_context(outputs.writers(self.fps))
             stages: list[Any] = []
             count = len(self.videos())
             for call, numbers in enumerate(self.together()):
@@ -279,11 +279,12 @@ class VideoRun(PipelineCall):
                         for line in self.inspection.lines(reports):
                             self.reporter.say(line)
                     if made is not None:
-                        self._write(numbers, made, files)
+                        self._write(numbers, made, writers)
             report = self.report(stages, time.perf_counter() - started)
+            if outputs is None:
+                return [], report
             describe = functools.partial(self._sidecar, report)
-            videos = [] if files is None else files.publish(describe)
-        return videos, report
+            return outputs.publish(writers, describe), report
 
     @contextlib.contextmanager
     def opened(self, *, late: bool = False) -> Iterator[None]:
@@ -432,7 +433,7 @@ class VideoRun(PipelineCall):
         return given
 
     def _write(
-        self, numbers: Sequence[int], made: Made, files: VideoFiles | None
+        self, numbers: Sequence[int], made: Made, writers: Sequence[VideoWriter]
     ) -> None:
         from tpuport.core.pipelines.sidecar import frames_digest
 
@@ -445,17 +446,17 @@ class VideoRun(PipelineCall):
         if asked is not None and asked != found and numbers[0] == 0:
             say(f"{self.folder.class_name} made {plural(found, 'frame')}, not {asked}")
         sound = made.sound
-        silent = files is not None and files.outputs.kind not in SOUNDING
-        if files is not None and silent and sound is not None:
-            say(f"the sound is left out: .{files.outputs.kind} holds none")
+        kind = writers[0].kind if writers else SOUNDING[0]
+        if sound is not None and kind not in SOUNDING:
+            say(f"the sound is left out: .{kind} holds none")
             sound = None
         wanted = numbers if self.again is None else numbers[self.again.video :][:1]
         for number in wanted:
             frames = made.frames[number - numbers[0]]
             self.digests.append(frames_digest(frames))
-            if files is not None:
+            if writers:
                 place = number - wanted[0] * bool(self.again)
-                files.writers[place].write(frames, sound, made.rate)
+                writers[place].write(frames, sound, made.rate)
 
     def _sidecar(
         self, report: RunReport, index: int, output: Mapping[str, Any]

@@ -234,6 +234,7 @@ def test_the_file_wins_over_the_environment(
         ("prompt: 3", "is not text"),
         ("json: 1", "neither true nor false"),
         ("blocks: fast", "blocks: 'fast' is none of native, upstream"),
+        ("options: {a: 2020-01-01}", "holds more than texts, numbers and lists"),
         (
             "steps: 1\nnum-inference-steps: 2",
             "steps and num-inference-steps are the same setting",

@@ -13,7 +13,7 @@ import pytest
 from tests.core.files.runs import NO_ROOM, failing
 from tests.core.files.videos import read_back
 from tpuport.core.files.fingerprint import hash_output
-from tpuport.core.files.outputs import Video, VideoFiles, check_no_input, plan_outputs
+from tpuport.core.files.outputs import Video, check_no_input, plan_outputs
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.video_file import VideoWriter
 from tpuport.errors import OutputError
@@ -37,10 +37,11 @@ def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
 
 def make(out: str, value: int, count: int = 1, **how: Any) -> list[Video]:
     """Videos that ``value`` tells apart."""
-    with VideoFiles(plan_outputs(out, count, **how), 8) as files:
-        for index in range(count):
-            files.writers[index].write(frames(value), None, 0)
-        return files.publish(describe)
+    outputs = plan_outputs(out, count, **how)
+    with outputs.writers(8) as writers:
+        for writer in writers:
+            writer.write(frames(value), None, 0)
+        return outputs.publish(writers, describe)
 
 
 # --- what is there
@@ -182,8 +183,8 @@ def test_a_sidecar_that_cannot_be_written_leaves_no_video(
 
 @pytest.mark.parametrize("out", ["new/deep/v.gif", "new/deep/"])
 def test_a_run_that_fails_leaves_no_new_folders(out: str) -> None:
-    with VideoFiles(plan_outputs(out, 2), 8) as files:
-        files.writers[0].write(frames(0), None, 0)
+    with plan_outputs(out, 2).writers(8) as writers:
+        writers[0].write(frames(0), None, 0)
         assert Path("new/deep").is_dir()
     assert os.listdir() == []
 

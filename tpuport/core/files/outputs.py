@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.files.atomic import cannot_write, flush, replacing
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
@@ -20,8 +21,26 @@ from tpuport.core.files.video_file import (
 )
 from tpuport.errors import OutputError
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True, kw_only=True)
+class Video:
+    """A video that was written, and the JSON beside it."""
+
+    path: Path
+    sidecar: Path
+    data: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready, for ``--json``."""
+        request, index = self.data["request"], self.data["video"]
+        return {
+            "path": str(self.path),
+            "sidecar": str(self.sidecar),
+            "prompt": request["prompts"][index],
+            "negative_prompt": request["negative_prompts"][index],
+            "seed": request["seeds"][0][index % len(request["seeds"][0])],
+            "frames_sha256": self.data["frames_sha256"],
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +70,72 @@ class Outputs:
             for wanted, path in zip(self.wanted, self.paths, strict=True)
             if wanted != path
         ]
+
+    @contextlib.contextmanager
+    def writers(self, fps: float) -> Iterator[list[VideoWriter]]:
+        """A writer for each video; what has no name at the end is discarded.
+
+        Args:
+            fps: frames per second.
+        """
+        made = [VideoWriter(path, self.kind, fps) for path in self.wanted]
+        try:
+            yield made
+        finally:
+            # Last the first one, which made the folders that they share.
+            for writer in reversed(made):
+                writer.discard()
+
+    def publish(
+        self,
+        writers: Sequence[VideoWriter],
+        describe: Callable[[int, dict[str, Any]], Mapping[str, Any]],
+    ) -> list[Video]:
+        """Give every video, which is written, its name and its sidecar.
+
+        At no time a video lies beside the sidecar of another one.
+
+        Args:
+            writers: from :meth:`writers`.
+            describe: from the index of a video, and ``file``, ``kind``, ``sha256`` and
+                ``bytes`` of what was written, to what its sidecar says.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
+        made: list[Video] = []
+        while len(made) < len(writers):
+            index = len(made)
+            # Another process may take a name between the look and the rename.
+            with contextlib.suppress(FileExistsError):
+                of_one = functools.partial(describe, index)
+                made.append(self._publish(writers[index], of_one))
+        return made
+
+    def _publish(
+        self,
+        writer: VideoWriter,
+        describe: Callable[[dict[str, Any]], Mapping[str, Any]],
+    ) -> Video:
+        kind, replace = self.kind, self.overwrite or self.kind == "png"
+        path = free_output(writer.path, kind, overwrite=self.overwrite)
+        sha256, size = writer.digest
+        output = {"file": path.name, "kind": kind, "sha256": sha256, "bytes": size}
+        data = describe(output)
+        sidecar = sidecar_path(path)
+        try:
+            with replacing(sidecar) as temporary:
+                temporary.write_bytes(sidecar_bytes(data))
+                flush(temporary)
+                if replace:
+                    sidecar.unlink(missing_ok=True)
+                # Killed from here on, the video has its own sidecar or none.
+                writer.publish(path, replace=replace)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise cannot_write(sidecar, error) from error
+        return Video(path=path, sidecar=sidecar, data=data)
 
 
 def plan_outputs(
@@ -112,93 +197,3 @@ def _same(path: Path, *others: Path) -> bool:
         or (path.exists() and other.exists() and path.samefile(other))
         for other in others
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Video:
-    """A video that was written, and the JSON beside it."""
-
-    path: Path
-    sidecar: Path
-    data: Mapping[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready, for ``--json``."""
-        request, index = self.data["request"], self.data["video"]
-        return {
-            "path": str(self.path),
-            "sidecar": str(self.sidecar),
-            "prompt": request["prompts"][index],
-            "negative_prompt": request["negative_prompts"][index],
-            "seed": request["seeds"][0][index % len(request["seeds"][0])],
-            "frames_sha256": self.data["frames_sha256"],
-        }
-
-
-class VideoFiles:
-    """One writer for each video; none has its name before all are complete.
-
-    Used in a ``with`` block, which discards what :meth:`publish` has not named.
-
-    Args:
-        outputs: where they go.
-        fps: frames per second.
-    """
-
-    def __init__(self, outputs: Outputs, fps: float) -> None:
-        self.outputs = outputs
-        self.writers = [VideoWriter(path, outputs.kind, fps) for path in outputs.wanted]
-
-    def __enter__(self) -> VideoFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # Without effect on those that were published. Last the first one, which made
-        # the folders that they share.
-        for writer in reversed(self.writers):
-            writer.discard()
-
-    def publish(
-        self, describe: Callable[[int, dict[str, Any]], Mapping[str, Any]]
-    ) -> list[Video]:
-        """Give every video its name and its sidecar.
-
-        At no time a video lies beside the sidecar of another one.
-
-        Args:
-            describe: from the index of a video, and ``file``, ``kind``, ``sha256`` and
-                ``bytes`` of what was written, to what its sidecar says.
-
-        Raises:
-            OutputError: a file cannot be written.
-        """
-        made: list[Video] = []
-        while len(made) < len(self.writers):
-            # Another process may take a name between the look and the rename.
-            with contextlib.suppress(FileExistsError):
-                made.append(self._publish(len(made), describe))
-        return made
-
-    def _publish(
-        self, index: int, describe: Callable[[int, dict[str, Any]], Mapping[str, Any]]
-    ) -> Video:
-        writer, kind = self.writers[index], self.outputs.kind
-        replace = self.outputs.overwrite or kind == "png"
-        path = free_output(writer.path, kind, overwrite=self.outputs.overwrite)
-        sha256, size = writer.digest
-        output = {"file": path.name, "kind": kind, "sha256": sha256, "bytes": size}
-        data = describe(index, output)
-        sidecar = sidecar_path(path)
-        try:
-            with replacing(sidecar) as temporary:
-                temporary.write_bytes(sidecar_bytes(data))
-                flush(temporary)
-                if replace:
-                    sidecar.unlink(missing_ok=True)
-                # Killed from here on, the video has its own sidecar or none.
-                writer.publish(path, replace=replace)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise cannot_write(sidecar, error) from error
-        return Video(path=path, sidecar=sidecar, data=data)

@@ -6,6 +6,7 @@ with the end of a sentence ("is not text"), or a TpuportError of its own.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -141,9 +142,14 @@ def aspect_ratio(value: Any) -> tuple[float, float] | None:
 
 def options(value: Any) -> dict[str, Any]:
     """A mapping, or texts of the form ``NAME=VALUE``."""
-    if isinstance(value, Mapping):
-        return {str(name): item for name, item in value.items()}
     found: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        found = {str(name): item for name, item in value.items()}
+        try:
+            json.dumps(found, allow_nan=False)  # as runs and sidecars keep them
+        except (TypeError, ValueError):
+            raise ValueError("holds more than texts, numbers and lists") from None
+        return found
     for item in value if isinstance(value, list) else [value]:
         name, equals, rest = text(item).partition("=")
         if not equals or not name.strip():

@@ -19,7 +19,7 @@ from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
-from tpuport.errors import UsageError, did_you_mean, quoted
+from tpuport.errors import UsageError, quoted
 from tpuport.kernels.attention.choice import AttentionChoice
 
 #: The commands by their letters, as docs/cli.md has them.
@@ -408,9 +408,8 @@ def typed(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             setting.
     """
     about = {f.name: f.metadata["kind"] for f in fields(cls) if f.init and f.metadata}
-    for name in sorted(given.keys() - about.keys()):
-        hint = did_you_mean(name, about, f"there are {', '.join(about)}")
-        raise UsageError(f"there is no setting {quoted(name)}; {hint}")
+    if unknown := given.keys() - about.keys():
+        raise UsageError(f"there is no setting {quoted(min(unknown))}")
     return {n: read_value(about[n], v, n) for n, v in given.items() if v is not None}
 
 

@@ -59,10 +59,10 @@ class StepCache:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
+            hint = did_you_mean(self.method, METHODS, "")
             raise UsageError(
                 f"step cache {self.method!r} is unknown; choose one of "
-                f"{', '.join(METHODS)}, none; "
-                + did_you_mean(self.method, METHODS, _EXAMPLE)
+                f"{', '.join(METHODS)}, none{hint and '; '}{hint}"
             )
         if self.method == "taylorseer":
             if self.order is None:
