@@ -46,7 +46,9 @@ class Implementation:
 
     name: str
     reason: str
-    refusal: Callable[[Problem, AttentionChoice, str], str | None]
+    refusal: Callable[[Problem, AttentionChoice, str], str | None] = (
+        lambda problem, choice, chip: None
+    )
     auto_refusal: Callable[[Problem], str | None] = lambda problem: None
     blocks: Callable[[Problem, AttentionChoice, str], Blocks] = (
         lambda problem, choice, chip: {}
@@ -83,18 +85,6 @@ def _not_on_tpu(problem: Problem) -> str | None:
     if problem.platform == "tpu":
         return None
     return f"it is for TPU; the platform is {problem.platform!r}"
-
-
-def _no_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    if choice.blocks:
-        return f"it has no blocks to set, got {', '.join(choice.blocks)}"
-    return None
-
-
-def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    if choice.block_kv_compute is not None:
-        return "it has no block_kv_compute"
-    return None
 
 
 def _splash_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
@@ -184,8 +174,7 @@ def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> B
     }
 
 
-# In the order in which "auto" tries them. Blockwise refuses nothing but options that
-# it does not have, and is last.
+# In the order in which "auto" tries them. Blockwise refuses nothing, and is last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
         name="splash",
@@ -198,13 +187,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
         name="reference",
         reason="the score matrix is small enough to be built whole",
-        refusal=_no_blocks,
         auto_refusal=_too_large,
     ),
     Implementation(
         name="blockwise",
         reason="it takes any call, block by block",
-        refusal=_two_blocks,
         blocks=_blockwise_blocks,
     ),
 )
@@ -215,24 +202,24 @@ def select(
     implementation: str | AttentionChoice = AUTO,
     *,
     chip: str | None = None,
-    fall_back: bool = False,
 ) -> Selection:
     """The implementation that ``attention`` uses for this problem.
 
+    Where the named implementation refuses a call on the platform it is for, the choice
+    is that of "auto"; ``passed_over`` then says why.
+
     Args:
         problem: the call.
-        implementation: an :class:`AttentionChoice`, or its text.
+        implementation: an :class:`AttentionChoice`, or its name.
         chip: whose blocks to take.
-        fall_back: where the named implementation refuses a call on the platform it is
-            for, choose as "auto" does; ``passed_over`` then says why.
 
     Raises:
-        AttentionError: the named implementation cannot do it exactly.
+        AttentionError: the named implementation is for another platform.
         UsageError: no implementation has that name.
     """
     asked = as_choice(implementation)
     chip = chip or DEFAULT_CHIP
-    passed_over: list[tuple[str, str]] = []
+    passed_over: dict[str, str] = {}
     # An option that no implementation has is left out.
     plain = AttentionChoice(window=asked.window, k_smooth=asked.k_smooth)
     choices = dict.fromkeys((asked, plain))
@@ -245,22 +232,22 @@ def select(
                 reason="asked for by name",
                 blocks=named.blocks(problem, asked, chip),
             )
-        here = named.platform in (None, problem.platform)
-        if not (fall_back and here):
+        if named.platform not in (None, problem.platform):
             raise AttentionError(
                 f"attention implementation {asked.name!r} cannot do this call: "
                 f"{why}. Use {AUTO!r} or another one."
             )
-        passed_over.append((named.name, why))
+        passed_over[named.name] = why
         # Its blocks are nobody else's.
         del choices[asked]
     for given in choices:
         for candidate in IMPLEMENTATIONS:
             if candidate.name == asked.name and not asked.blocks:
                 continue  # it has refused this very call
-            why = candidate.auto_refusal(problem) or candidate.refusal(
-                problem, given, chip
-            )
+            lacks = given.lacking(candidate.name)
+            why = candidate.auto_refusal(problem)
+            why = why or (f"it has no {', '.join(lacks)}" if lacks else None)
+            why = why or candidate.refusal(problem, given, chip)
             if why is None:
                 reason = candidate.reason
                 if given.blocks != asked.blocks:
@@ -268,30 +255,27 @@ def select(
                 return Selection(
                     implementation=candidate.name,
                     reason=reason,
-                    passed_over=tuple(passed_over),
+                    passed_over=tuple(passed_over.items()),
                     blocks=candidate.blocks(problem, given, chip),
                     notice=_notice(asked, given, candidate.name, passed_over),
                 )
-            if candidate.name not in {name for name, _ in passed_over}:
-                passed_over.append((candidate.name, why))
-    raise AttentionError(
-        "no attention implementation can do this call: "
-        + "; ".join(f"{name}: {why}" for name, why in passed_over)
-    )
+            passed_over.setdefault(candidate.name, why)
+    raise AssertionError("blockwise takes every call without blocks")
 
 
 def _notice(
     asked: AttentionChoice,
     given: AttentionChoice,
     runs: str,
-    passed_over: list[tuple[str, str]],
+    passed_over: Mapping[str, str],
 ) -> str:
     """Words on the user's choice, if ``runs`` with ``given`` is not that choice."""
-    dropped = "" if given.only_some_have else asked.only_some_have
+    sizes = (f"{name}={size}" for name, size in asked.blocks.items())
+    dropped = "" if given.blocks else ", ".join(sizes)
     said = f"{runs} runs" + (f", without {dropped}" if dropped else "")
     if asked.name == AUTO:
         return said if dropped else ""
-    name, why = passed_over[0]
+    name, why = next(iter(passed_over.items()))
     return f"{said} ({why})" if runs == name else f"{name} passed over ({why}); {said}"
 
 
