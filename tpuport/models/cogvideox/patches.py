@@ -1,7 +1,7 @@
 """Patches that only CogVideoX needs.
 
 On a TPU blocks of the autoencoder run as the layers of
-:mod:`tpuport.models.cogvideox.flax_layers`, on tensors [B, C, T, Y, X] as upstream
+:mod:`tpuport.models.cogvideox.flax_vae`, on tensors [B, C, T, Y, X] as upstream
 holds them. Elsewhere, and where these layers cannot, they are upstream's.
 """
 
@@ -36,13 +36,13 @@ def _as_layer(kind: str, call: str, module: Any, *tensors: Any, **options: Any) 
         call: what upstream's module is, in reports.
         module: the layer's weights are its.
     """
-    from tpuport.models.cogvideox import flax_layers
+    from tpuport.models.cogvideox import flax_vae
 
     context = current().context
     known = len(context.convolutions)
     try:
-        layer = getattr(flax_layers, kind)(module)
-        return flax_layers.on_tensors(layer, *tensors, **options)
+        layer = getattr(flax_vae, kind)(module)
+        return flax_vae.on_tensors(layer, *tensors, **options)
     except NotImplementedError as error:
         passed_over(context, known, call, UPSTREAM, error)
         return None
