@@ -19,8 +19,9 @@ from tests.kernels.attention.oracle import (
 from tests.tolerances import TOLERANCES
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention.attention import attention
+from tpuport.kernels.attention.choice import NAMES
 from tpuport.kernels.attention.problem import Problem, describe
-from tpuport.kernels.attention.selection import IMPLEMENTATIONS, select
+from tpuport.kernels.attention.selection import select
 
 
 def problem(case: Case, platform: str, **changes: Any) -> Problem:
@@ -110,7 +111,7 @@ def test_an_unknown_name_lists_the_known() -> None:
         select(problem(SHORT, "cpu"), "flash")
 
 
-@pytest.mark.parametrize("name", ["auto", *(one.name for one in IMPLEMENTATIONS)])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_option_reaches_the_implementation(name: str) -> None:
     case = Case(
         q_len=127, kv_len=150, heads=4, is_causal=True, lengths=(0, 99), scale=0.2
