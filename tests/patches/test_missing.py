@@ -15,7 +15,7 @@ from tests.patches.tools import found_by, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.patches.experts import CHOSEN_EXPERTS, chosen_experts
+from tpuport.patches.diffusers import CHOSEN_EXPERTS, chosen_experts
 from tpuport.patches.missing import MISSING
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_ARRAY, VIEW_BOUNDS
 

@@ -17,8 +17,7 @@ from tpuport.core.layers.video_layers import LANES, has_kernels
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
-from tpuport.patches.diffusers import diffusers_patch
-from tpuport.patches.projection import MODULATED_NORMS
+from tpuport.patches.diffusers import MODULATED_NORMS, diffusers_patch
 
 #: What takes over, in reports; the convolutions in it are noted one by one.
 UPSTREAM = "upstream's code"
