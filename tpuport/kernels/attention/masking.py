@@ -31,8 +31,8 @@ def group_mask(
 def mask_scores(
     scores: Float32[Array, "b hkv g lq lk"],
     *,
-    mask: Shaped[Array, "#b #hkv #g #lq #lk"] | None,
-    allowed: Bool[Array, "#b #hkv #g #lq #lk"] | None,
+    mask: Shaped[Array, "#b #hkv #g #lq #lk"] | None = None,
+    allowed: Bool[Array, "#b #hkv #g #lq #lk"] | None = None,
 ) -> Float32[Array, "b hkv g lq lk"]:
     """The scores with a mask applied; nothing is materialised beyond the scores.
 
