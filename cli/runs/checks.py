@@ -27,7 +27,6 @@ from tpuport.errors import (
     UsageError,
     did_you_mean,
 )
-from tpuport.kernels.attention.choice import AUTO
 from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
@@ -55,18 +54,14 @@ def _is_profile(path: Path) -> bool:
 
 def check_attention_here(settings: Settings) -> None:
     """Refuse a kernel that does not run on this machine's devices; starts jax."""
-    if settings.attention.name == AUTO or settings.backend == Backend.DIFFUSERS:
+    if settings.attention.name != "splash" or settings.backend == Backend.DIFFUSERS:
         return
     import jax
 
-    from tpuport.kernels.attention.selection import IMPLEMENTATIONS
-
-    name = settings.attention.name
-    needed = next((one.platform for one in IMPLEMENTATIONS if one.name == name), None)
     found = jax.devices()[0].platform
-    if needed is not None and needed != found:
+    if found != "tpu":
         raise UsageError(
-            f"--attention {name} is for TPU only; the platform here is {found!r}. Use "
+            f"--attention splash is for TPU only; the platform here is {found!r}. Use "
             "auto, or blockwise or reference"
         )
 

@@ -5,17 +5,17 @@ What it computes is tested in ``tests/core``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 
+from tests.models.jaxprs import arrays_in
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
@@ -65,15 +65,8 @@ def test_a_row_without_a_key_is_zero_as_in_torch_and_nan_by_torchax(
 
 def largest(function: Callable[..., Any], *arrays: Any) -> int:
     """The number of elements of the largest value in a program."""
-
-    def sizes(jaxpr: Any) -> Any:
-        for equation in jaxpr.eqns:
-            for variable in (*equation.invars, *equation.outvars):
-                yield int(np.prod(getattr(variable.aval, "shape", ())))
-            for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                yield from sizes(inner)
-
-    return max(sizes(jax.make_jaxpr(function)(*arrays).jaxpr))
+    jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
+    return max(math.prod(shape) for shape in arrays_in(jaxpr))
 
 
 def test_long_sequences_make_no_array_of_queries_by_keys_as_torchax_does() -> None:

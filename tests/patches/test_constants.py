@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers.models.embeddings import Timesteps
 
+from tests.patches.tools import apply
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.patching import Patch
@@ -35,7 +36,7 @@ class Calls(torch.nn.Module):
 def compiled(module: torch.nn.Module, *patches: Patch) -> Callable[..., Any]:
     """The module's forward as a program."""
     runtime = model_runtime(mesh=None, platform="cpu", patches=patches)
-    return jax.jit(functools.partial(PortedModule(module, runtime).apply, {}))
+    return jax.jit(functools.partial(apply, PortedModule(module, runtime), {}))
 
 
 def error(module: torch.nn.Module, *patches: Patch) -> float:

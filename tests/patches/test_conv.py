@@ -7,18 +7,19 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from tests.patches.tools import by_torchax, traced
+from tests.patches.tools import apply, by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.convolution_notes import counted
-from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.kernels.convolution import conv_cpu
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.padding import PADDING
@@ -40,37 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("case", CASES)
-def test_conv3d_is_torchs(case: str, platform: str) -> None:
-    torch.manual_seed(0)
-    module = torch.nn.Conv3d(4, 6, **{"kernel_size": 3, **CASES[case]})
-    x = torch.randn(2, 4, 7, 9, 10)
-    runtime = model_runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
-    found = _call(runtime, module, x)
-    assert found.shape == module(x).shape
-    assert float((found - module(x)).abs().max()) <= ATOL
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("case", ["plain", "padded", "spatial stride and dilation"])
-def test_blocks_of_rows_are_torchs(
-    case: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also a last block that has fewer rows than the others."""
-    module = torch.nn.Conv3d(4, 6, **{"kernel_size": 3, **CASES[case]})
-    x = torch.randn(2, 4, 7, 9, 10)
-    expected = module(x)
-    row = expected.shape[-1] * 9 * 4 * x.element_size()
-    monkeypatch.setattr(conv_cpu, "CACHE", rows * row)
-    runtime = model_runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
-    found = _call(runtime, module, x)
-    assert found.shape == expected.shape
-    assert float((found - expected).abs().max()) <= ATOL
-
-
 OTHERS: dict[str, torch.nn.Module] = {
     "one axis": torch.nn.Conv1d(4, 6, 3, padding=1),
     "pictures": torch.nn.Conv2d(4, 6, 3, padding=1, stride=2),
@@ -86,16 +56,45 @@ OTHERS: dict[str, torch.nn.Module] = {
 }
 
 
+def conv3d(case: str) -> torch.nn.Module:
+    return torch.nn.Conv3d(4, 6, **{"kernel_size": 3, **CASES[case]})
+
+
 @torch.no_grad()
+def check(module: torch.nn.Module, platform: str = "cpu") -> None:
+    """A module by the override is torch's."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *(7, 9, 10)[5 - module.weight.ndim :])
+    runtime = model_runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
+    weights = {k: jnp.asarray(v.detach().numpy()) for k, v in module.named_parameters()}
+    ported = PortedModule(module, runtime)
+    found = np.asarray(apply(ported, weights, jnp.asarray(x.numpy())))
+    expected = module(x).numpy()
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= ATOL
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("case", CASES)
+def test_conv3d_is_torchs(case: str, platform: str) -> None:
+    check(conv3d(case), platform)
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_convolutions_are_torchs(case: str) -> None:
-    module = OTHERS[case]
-    x = torch.randn(2, 4, *(9,) * (module.weight.ndim - 2))
-    runtime = model_runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
-    expected = module(x)
-    found = _call(runtime, module, x)
-    assert found.shape == expected.shape
-    assert float((found - expected).abs().max()) <= ATOL
+    check(OTHERS[case])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("case", ["plain", "padded", "spatial stride and dilation"])
+def test_blocks_of_rows_are_torchs(
+    case: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a last block that has fewer rows than the others."""
+    # Columns of the result, of 9 taps of 4 channels of a float.
+    columns = {"plain": 8, "padded": 8, "spatial stride and dilation": 3}[case]
+    monkeypatch.setattr(conv_cpu, "CACHE", rows * columns * 9 * 4 * 4)
+    check(conv3d(case))
 
 
 # Speed is what CONVOLUTION is for, see docs/performance.md. Here is what makes
@@ -124,7 +123,7 @@ def axes_convolved(call: Any, *arrays: Any) -> list[int]:
 def test_the_cpu_multiplies_and_without_the_override_convolves_over_three_axes(
     case: str, axes: list[int], batch: int
 ) -> None:
-    module = torch.nn.Conv3d(4, 6, **{"kernel_size": 3, **CASES[case]})
+    module = conv3d(case)
     names = [name for name, _ in module.named_parameters()]
     arrays = [p.detach().numpy() for p in module.parameters()]
     x = torch.zeros(batch, 4, 5, 6, 7).numpy()
@@ -184,45 +183,28 @@ def test_what_a_convolution_runs_as_is_told_and_why(case: str) -> None:
     assert bool(record.reason) == bool(reason)
 
 
+def conv2d(x: Any, weight: Any, bias: Any) -> Any:
+    return torch.nn.functional.conv2d(x, weight, bias, padding=1)
+
+
+PICTURE = [np.zeros(shape, np.float32) for shape in ((1, 4, 6, 7), (6, 4, 3, 3), (6,))]
+
+
 def test_on_a_cpu_no_kernel_is_passed_over() -> None:
-    module = torch.nn.Conv2d(4, 6, 3)
     runtime = model_runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
-    _call(runtime, module, torch.zeros(1, 4, 6, 7))
+    jax.make_jaxpr(traced(runtime, conv2d))(*PICTURE)
     (record,) = runtime.convolutions
     assert (record.implementation, record.reason) == ("XLA", "")
 
 
-def _trace(runtime: Runtime, module: torch.nn.Module, x: Any) -> Any:
-    import jax.numpy as jnp
-
-    from tpuport.core.tracing.ported_module import PortedModule
-
-    weights = {k: jnp.asarray(v.detach().numpy()) for k, v in module.named_parameters()}
-    return PortedModule(module, runtime).apply(weights, x)
-
-
-def _call(runtime: Runtime, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    import jax.numpy as jnp
-    import numpy as np
-
-    return torch.from_numpy(np.array(_trace(runtime, module, jnp.asarray(x.numpy()))))
-
-
 def test_a_mesh_without_a_split_is_left_to_the_compiler() -> None:
     """It could not divide a kernel among the devices."""
-    module = torch.nn.Conv2d(4, 6, 3, padding=1)
-    arrays = [p.detach().numpy() for p in module.parameters()]
-    x = torch.zeros(1, 4, 6, 7).numpy()
-
-    def call(x: Any, weight: Any, bias: Any) -> Any:
-        return torch.nn.functional.conv2d(x, weight, bias, padding=1)
-
     axis = (jax.sharding.AxisType.Auto,)
     found = []
     for devices in (1, 2):
         mesh = jax.make_mesh((devices,), ("tp",), axis_types=axis)
         runtime = model_runtime(mesh=mesh, platform="tpu", overrides=[CONVOLUTION])
-        jaxpr = str(jax.make_jaxpr(traced(runtime, call))(x, *arrays))
+        jaxpr = str(jax.make_jaxpr(traced(runtime, conv2d))(*PICTURE))
         found.append("pallas_call" in jaxpr)
     assert found == [True, False]
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
 
-from tests.patches.tools import traced
+from tests.patches.tools import found_by, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.patches.experts import CHOSEN_EXPERTS, chosen_experts
+from tpuport.patches.diffusers import CHOSEN_EXPERTS, chosen_experts
 from tpuport.patches.missing import MISSING
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_ARRAY, VIEW_BOUNDS
 
@@ -90,21 +91,18 @@ def test_tokens_take_the_experts_that_they_chose() -> None:
         )
 
 
-def test_a_sum_has_the_dtype_that_was_asked_for() -> None:
-    runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
+@pytest.mark.parametrize("given", [{}, {"dim": 1}, {"dim": (0, 1)}, {"dim": -1}])
+def test_a_sum_has_the_dtype_that_was_asked_for(given: dict[str, Any]) -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return torch.sum(x, dtype=torch.float32, **given)
+
     mask = torch.tensor([[True, False, True], [True, True, True]])
-    with runtime.tracing() as env:
-        x = env.j2t_iso(jnp.asarray(to_numpy(mask)))
-        for dim in (None, 1, (0, 1), -1):
-            given = {} if dim is None else {"dim": dim}
-            found = torch.sum(x, dtype=torch.float32, **given)
-            expected = torch.sum(mask, dtype=torch.float32, **given)
-            assert found.dtype == torch.float32
-            assert torch.equal(to_torch(env.t2j_iso(found)), expected)
-        halves = env.j2t_iso(jnp.full((4096,), 0.1, jnp.bfloat16))
-        total = to_torch(env.t2j_iso(halves.sum(dtype=torch.float32)))
-    expected = torch.full((4096,), 0.1).bfloat16().float().sum()
-    assert abs(float(total / expected) - 1) < TOLERANCES["module float32"]
+    halves = torch.full((1, 4096), 0.1).bfloat16()
+    for x in (mask, halves):
+        found, expected = found_by(total, x, overrides=MISSING), total(x)
+        assert found.dtype == torch.float32
+        rtol = TOLERANCES["module float32"]
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,19 +121,13 @@ def test_products_of_float32_are_asked_for_in_full(dtype: torch.dtype) -> None:
     assert in_full == (count if dtype == torch.float32 else 0)
 
 
-def test_all_true_is_known() -> None:
-    runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
-    with runtime.tracing() as env:
-        for values in ([True, True], [True, False]):
-            x = env.j2t_iso(jnp.asarray(values))
-            found = torch.ops.aten._is_all_true(x)
-            assert bool(env.t2j_iso(found)) is all(values)
+@pytest.mark.parametrize("values", [[True, True], [True, False]])
+def test_all_true_is_known(values: list[bool]) -> None:
+    call = torch.ops.aten._is_all_true
+    assert bool(found_by(call, torch.tensor(values), overrides=MISSING)) is all(values)
 
 
 def test_a_slice_is_indexed_by_a_list() -> None:
     assert VIEW_ARRAY.name == "torchax-view-array"
-    runtime = model_runtime(mesh=None, platform="cpu", patches=(VIEW_ARRAY,))
-    x = torch.arange(12.0).reshape(4, 3)
-    with runtime.tracing() as env:
-        found = env.j2t_iso(jnp.asarray(x.numpy()))[1:][[0, -1]]
-        assert torch.equal(to_torch(env.t2j_iso(found)), x[1:][[0, -1]])
+    found = found_by(lambda x: x[1:][[0, -1]], X, patches=(VIEW_ARRAY,))
+    assert torch.equal(found, X[1:][[0, -1]])

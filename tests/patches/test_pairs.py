@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patches.tools import found_by
 from tpuport.core.arrays import to_torch
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.context import OpContext
 from tpuport.patches.pairs import (
     FEWEST_TOKENS,
@@ -53,12 +53,9 @@ def test_torch_code_gets_what_torch_gives(platform: str) -> None:
         return torch.stack([-other, one], dim=-1).flatten(2), rows, three, even
 
     x, ids = torch.randn(2, 3, 8), torch.arange(8).reshape(1, 1, 8)
-    runtime = model_runtime(mesh=None, platform=platform, overrides=PAIRS)
-    with runtime.tracing() as env:
-        given = env.j2t_iso((jnp.asarray(x.numpy()), jnp.arange(8).reshape(1, 1, 8)))
-        found = env.t2j_iso(rotate(*given))
+    found = found_by(rotate, x, ids, platform=platform, overrides=PAIRS)
     for one, other in zip(found, rotate(x, ids), strict=True):
-        assert torch.equal(to_torch(one).to(other.dtype), other)
+        assert torch.equal(one.to(other.dtype), other)
 
 
 def test_products_are_for_pairs_on_a_tpu() -> None:

@@ -18,7 +18,7 @@ from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.patches.projection import MODULATED_NORMS
+from tpuport.patches.diffusers import MODULATED_NORMS
 
 
 class Last(torch.nn.Module):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.patches.tools import by_torchax, traced
+from tests.patches.tools import by_torchax, found_by, traced
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -50,14 +50,11 @@ def test_every_element_is_torchs(
     shape: tuple[int, ...], arguments: dict[str, Any], platform: str
 ) -> None:
     overrides = [NEAREST_RESIZE, NEAREST_EXACT_RESIZE]
-    runtime = model_runtime(mesh=None, platform=platform, overrides=overrides)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for mode in ("nearest", "nearest-exact"):
-        with runtime.tracing() as env:
-            array = env.j2t_iso(jnp.asarray(x.numpy()))
-            found = F.interpolate(array, mode=mode, **arguments)
-        expected = F.interpolate(x, mode=mode, **arguments)
-        assert np.array_equal(np.asarray(found.jax()), expected.numpy()), mode
+        resize = functools.partial(F.interpolate, mode=mode, **arguments)
+        found = found_by(resize, x, platform=platform, overrides=overrides)
+        assert torch.equal(found, resize(x)), mode
 
 
 @pytest.mark.parametrize("devices", ["sp=8", "sp=3"])

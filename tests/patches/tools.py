@@ -6,6 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 
@@ -20,6 +26,18 @@ def traced(runtime: Runtime, function: Callable[..., Any]) -> Arrays:
             return env.t2j_iso(function(*env.j2t_iso(arrays)))
 
     return call
+
+
+def found_by(
+    function: Callable[..., Any], *tensors: torch.Tensor, **settings: Any
+) -> Any:
+    """What ``function`` makes of tensors in a traced block, op by op, as torch's.
+
+    ``settings`` are those of a runtime on one CPU.
+    """
+    runtime = model_runtime(**{"mesh": None, "platform": "cpu", **settings})
+    arrays = [jnp.asarray(to_numpy(tensor)) for tensor in tensors]
+    return jax.tree.map(to_torch, traced(runtime, function)(*arrays))
 
 
 def by_torchax(runtime: Runtime, function: Callable[..., Any]) -> Arrays:

@@ -1,4 +1,4 @@
-"""Operators that torchax has not, or not whole."""
+"""Operators that torchax has not, not whole, or not as exact as torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def _window(name: str) -> Callable[..., jax.Array]:
     make = getattr(torch, name)
 
     def window(*args: Any, dtype: Any = None, **_: Any) -> jax.Array:
-
         with _mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             return jnp.asarray(to_numpy(make(*args, dtype=dtype, device="cpu")))
 
@@ -62,6 +61,16 @@ def total(
     return jnp.sum(self if kind is None else self.astype(kind), axes, keepdims=keepdim)
 
 
+def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
+    """``torch.nn.functional.gelu`` of any shape, evaluated in float32, rounded once.
+
+    torchax rounds every step to the dtype of its input. In float32 nothing changes.
+    Source: ATen/native/cpu/Activation.cpp, ``GeluKernelImpl``.
+    """
+    wide = jax.nn.gelu(input.astype(jnp.float32), approximate=approximate == "tanh")
+    return wide.astype(input.dtype)
+
+
 def _override(target: str, function: Callable[..., Any], reason: str) -> OpOverride:
     return OpOverride(
         targets=(target,),
@@ -70,6 +79,13 @@ def _override(target: str, function: Callable[..., Any], reason: str) -> OpOverr
         reason=reason,
     )
 
+
+GELU_ROUNDED_ONCE = _override(
+    "torch.ops.aten.gelu",
+    gelu,
+    "GELU in float32, rounded once, as torch's kernels have it",
+)
+"""For any model that runs in bfloat16."""
 
 MISSING = (
     _override(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.constants import CONSTANTS
 from tpuport.patches.conv import CONVOLUTION
-from tpuport.patches.experts import CHOSEN_EXPERTS
+from tpuport.patches.diffusers import CHOSEN_EXPERTS
 from tpuport.patches.flex_attention import FLEX_ATTENTION
-from tpuport.patches.missing import MISSING
+from tpuport.patches.missing import GELU_ROUNDED_ONCE, MISSING
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.pairs import PAIRS

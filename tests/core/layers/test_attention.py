@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.models.jaxprs import arrays_in
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
@@ -100,9 +100,59 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_those_of_torch(name: str) -> None:
-    assert_is_torch(*tensors(*SHAPES[name]))
+def grouped(leading: tuple[int, ...], *heads: int) -> list[tuple[int, ...]]:
+    lengths = (7, 9, 9)
+    return [(*leading, n, length, 8) for n, length in zip(heads, lengths, strict=True)]
+
+
+GROUPS = [(4, 2, 2), (4, 1, 1), (4, 4, 4), (8, 2, 4), (12, 2, 3)]
+Call = tuple[list[tuple[int, ...]], dict[str, Any]]
+CAUSAL = {"is_causal": True}
+#: Shapes, and options; of a mask its shape.
+CALLS: dict[str, Call] = {
+    **{name: (shapes, {}) for name, shapes in SHAPES.items()},
+    **{
+        f"causal, {m} on {n}": (
+            [(2, 3, m, 8), *[(2, 3, n, 8)] * 2],
+            {"is_causal": True},
+        )
+        for m, n in ((7, 7), (5, 9), (9, 5), (1, 6))
+    },
+    **{
+        f"groups {heads} of {leading}": (grouped(leading, *heads), {"enable_gqa": True})
+        for leading in ((), (2,), (2, 3))
+        for heads in GROUPS
+    },
+    **{
+        f"a mask, {name}": (SHAPES[name], {"attn_mask": mask})
+        for name, mask in (
+            ("two dims", (7, 9)),
+            ("three dims", (3, 1, 9)),
+            ("five dims", (2, 3, 7, 9)),
+            ("two batch dims broadcast", (1, 4, 1, 7, 9)),
+        )
+    },
+}
+#: Each number of heads once, and each of leading dims.
+KEPT = ((), (2,), (2,), (2, 3), (2,))
+SWEPT = {name for name in CALLS if name.startswith("groups")} - {
+    f"groups {heads} of {leading}" for heads, leading in zip(GROUPS, KEPT, strict=True)
+}
+
+
+def check(name: str, calls: dict[str, Call], on: OpContext | None = None) -> None:
+    shapes, options = calls[name]
+    options = dict(options)
+    if "attn_mask" in options:
+        options["attn_mask"] = mask_of(options["attn_mask"], "float")
+    assert_is_torch(*tensors(*shapes), on=on, **options)
+
+
+@pytest.mark.parametrize(
+    "name", sweep([n for n in CALLS if n not in SWEPT], CALLS, single=True)
+)
+def test_calls_are_torchs(name: str) -> None:
+    check(name, CALLS)
 
 
 @pytest.mark.parametrize(
@@ -113,42 +163,9 @@ def test_shapes_are_those_of_torch(name: str) -> None:
     ),
 )
 def test_the_scale_is_torchs(implementation: str, scale: float | None) -> None:
-    q, k, v = tensors((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8))
+    q, k, v = tensors(*SHAPES["four dims"])
     on = context(implementation=implementation)
     assert_is_torch(q, k, v, on=on, scale=scale)
-
-
-@pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5), (1, 6)])
-def test_causal_masks_are_aligned_top_left(lengths: tuple[int, int]) -> None:
-    q_len, kv_len = lengths
-    q, k, v = tensors((2, 3, q_len, 8), (2, 3, kv_len, 8), (2, 3, kv_len, 8))
-    assert_is_torch(q, k, v, is_causal=True)
-
-
-@pytest.mark.parametrize(
-    ("leading", "counts"),
-    sweep(
-        [
-            ((), (4, 2, 2)),
-            ((2,), (4, 1, 1)),
-            ((2,), (4, 4, 4)),
-            ((2, 3), (8, 2, 4)),
-            ((2,), (12, 2, 3)),
-        ],
-        itertools.product(
-            [(), (2,), (2, 3)],
-            [(4, 2, 2), (4, 1, 1), (4, 4, 4), (8, 2, 4), (12, 2, 3)],
-        ),
-    ),
-)
-def test_grouped_heads(leading: tuple[int, ...], counts: tuple[int, int, int]) -> None:
-    heads, key_heads, value_heads = counts
-    q, k, v = tensors(
-        (*leading, heads, 7, 8),
-        (*leading, key_heads, 9, 8),
-        (*leading, value_heads, 9, 8),
-    )
-    assert_is_torch(q, k, v, enable_gqa=True)
 
 
 def test_a_torch_call_in_a_traced_block_takes_the_override() -> None:
@@ -192,22 +209,8 @@ MASKS = [
     ids=str,
 )
 def test_masks_broadcast_as_in_torch(kind: str, shape: tuple[int, ...]) -> None:
-    q, k, v = tensors((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8))
-    assert_is_torch(q, k, v, attn_mask=mask_of(shape, kind))
-
-
-@pytest.mark.parametrize(
-    ("shapes", "mask"),
-    [
-        (SHAPES["two dims"], (7, 9)),
-        (SHAPES["three dims"], (3, 1, 9)),
-        (SHAPES["five dims"], (2, 3, 7, 9)),
-        (SHAPES["two batch dims broadcast"], (1, 4, 1, 7, 9)),
-    ],
-    ids=str,
-)
-def test_masks_of_inputs_of_any_rank(shapes: Any, mask: tuple[int, ...]) -> None:
-    assert_is_torch(*tensors(*shapes), attn_mask=mask_of(mask, "float"))
+    mask = mask_of(shape, kind)
+    assert_is_torch(*tensors(*SHAPES["four dims"]), attn_mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -286,31 +289,14 @@ def test_masks_that_do_not_broadcast_to_the_scores_are_refused(shape: Any) -> No
 # --- on a mesh
 
 
-@pytest.mark.parametrize(
-    ("mesh", "mask"),
-    sweep(
-        [
-            ((2, 2, 2), (2, 8, 13, 11)),
-            ((2, 1, 4), (2, 1, 1, 11)),
-            ((1, 8, 1), (13, 1)),
-            ((1, 8, 1), (2, 8, 13, 11)),
-            ((1, 1, 8), (2, 8, 13, 11)),
-            ((8, 1, 1), None),
-        ],
-        itertools.product(MESHES, [None, (2, 8, 13, 11), (2, 1, 1, 11), (13, 1)]),
-    ),
-    ids=str,
-)
-def test_a_mesh_gives_what_one_device_gives(
-    mesh: tuple[int, int, int], mask: tuple[int, ...] | None
-) -> None:
-    q, k, v = tensors((2, 8, 13, 8), (2, 8, 11, 8), (2, 8, 11, 8))
-    attn_mask = None if mask is None else mask_of(mask, "float")
-    assert_is_torch(q, k, v, on=context(mesh), attn_mask=attn_mask)
-
-
-CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
-    "causal": ([(2, 8, 13, 8)] * 3, {"is_causal": True}),
+WIDE = [(2, 8, 13, 8), (2, 8, 11, 8), (2, 8, 11, 8)]
+SPLIT: dict[str, Call] = {
+    "plain": (WIDE, {}),
+    **{
+        f"mask {mask}": (WIDE, {"attn_mask": mask})
+        for mask in ((2, 8, 13, 11), (2, 1, 1, 11), (13, 1))
+    },
+    "causal": ([(2, 8, 13, 8)] * 3, CAUSAL),
     "grouped": ([(2, 8, 13, 8), *[(2, 2, 11, 8)] * 2], {"enable_gqa": True}),
     "one key head": ([(2, 8, 13, 8), *[(2, 1, 11, 8)] * 2], {}),
     "one value head": ([(2, 8, 13, 8), (2, 8, 11, 8), (2, 1, 11, 8)], {}),
@@ -324,22 +310,26 @@ CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     ("mesh", "name"),
     sweep(
         [
-            *(((2, 2, 2), name) for name in CALLS),
+            *(((2, 2, 2), name) for name in SPLIT if "mask (2, 1" not in name),
+            ((2, 1, 4), "mask (2, 1, 1, 11)"),
+            ((1, 8, 1), "mask (13, 1)"),
+            ((1, 8, 1), "mask (2, 8, 13, 11)"),
+            ((1, 1, 8), "mask (2, 8, 13, 11)"),
+            ((8, 1, 1), "plain"),
             ((1, 8, 1), "causal"),
             ((1, 8, 1), "odd"),
             ((1, 1, 8), "grouped"),
             ((2, 1, 4), "one key head"),
             ((8, 1, 1), "3d"),
         ],
-        itertools.product(MESHES, CALLS),
+        itertools.product(MESHES, SPLIT),
     ),
     ids=str,
 )
-def test_every_kind_of_call_on_every_mesh(
+def test_a_mesh_gives_what_one_device_gives(
     mesh: tuple[int, int, int], name: str
 ) -> None:
-    shapes, options = CALLS[name]
-    assert_is_torch(*tensors(*shapes), on=context(mesh), **options)
+    check(name, SPLIT, context(mesh))
 
 
 def test_a_bool_mask_with_empty_rows_survives_the_padding_of_a_split() -> None:
@@ -382,14 +372,8 @@ def test_only_what_divides_is_split() -> None:
 
 
 def sizes_in(jaxpr: Any) -> set[int]:
-    """The number of elements of every value in a program, its inner ones included."""
-    found = set()
-    for equation in jaxpr.eqns:
-        for variable in (*equation.invars, *equation.outvars):
-            found.add(int(np.prod(getattr(variable.aval, "shape", ()))))
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            found |= sizes_in(inner)
-    return found
+    """The number of elements of every value that a program makes."""
+    return {math.prod(shape) for shape in arrays_in(jaxpr)}
 
 
 @pytest.mark.parametrize("mesh", [None, (1, 8, 1), (1, 1, 8)], ids=str)

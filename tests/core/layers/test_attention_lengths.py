@@ -16,30 +16,13 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.core.layers.test_attention import sizes_in
+from tests.core.layers.test_attention import MESHES, TOLERANCE, context, sizes_in
 from tests.sweeps import sweep
-from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.attention_lengths import length_attention
-from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.context import AttentionRecord, OpContext
-from tpuport.kernels.attention.choice import AttentionChoice
 
-TOLERANCE = TOLERANCES["attention torch float32"]
-MESHES = [(2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 8, 1), (8, 1, 1)]
 TOKENS = 12
-
-
-def context(
-    mesh: tuple[int, int, int] | None = None, implementation: str = "auto"
-) -> OpContext:
-    return OpContext(
-        mesh=None if mesh is None else build_mesh(MeshSpec.parse(mesh)),
-        platform="cpu",
-        implementation=AttentionChoice.parse(implementation),
-        records=[],
-    )
 
 
 def tensors(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.core.layers.test_sequence_parallel import active_on
+from tests.core.layers.sequences import active_on
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import token_norms
@@ -40,20 +40,6 @@ def test_values_of_tokens_that_do_not_count_are_zero(
     np.testing.assert_array_equal(given["v"], np.broadcast_to(at, shape))
     assert given["kv_len"] == 9
     assert given["feature_major"] is feature_major
-
-
-def vectors(dim: int) -> np.ndarray:
-    """What a norm may be given: one-hot of both signs, constant, random; [L, dim]."""
-    rng = np.random.default_rng(0)
-    hot = np.eye(dim)
-    return np.concatenate(
-        [
-            *(size * hot for size in (1.0, -1.0, 1e3, -1e3)),
-            np.full((4, dim), [[1.0], [-1.0], [1e4], [0.1]]),
-            rng.standard_normal((32, dim)),
-            1e3 + rng.standard_normal((32, dim)),
-        ]
-    ).astype(np.float32)
 
 
 def test_a_mean_far_from_zero_costs_a_norm_no_digits() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.core.layers.sequences import active_on, arrays_of, attend
 from tests.kernels.attention.oracle import numpy_attention, worst
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
@@ -23,56 +24,9 @@ from tpuport.core.layers.ring import (
     too_short,
 )
 from tpuport.core.layers.sequence_parallel import sequence_attention
-from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import Active, OpContext
 from tpuport.kernels.attention.choice import AttentionChoice
 
 SPLASH = AttentionChoice.parse("splash:block_q=128;block_kv=128;block_kv_compute=128")
-
-
-def active_on(
-    mesh: str, implementation: str = "auto", devices: list[Any] | None = None
-) -> Active:
-    context = OpContext(
-        mesh=build_mesh(MeshSpec.parse(mesh), devices),
-        platform="cpu",
-        implementation=AttentionChoice.parse(implementation),
-        records=[],
-    )
-    return Active(None, context)
-
-
-def arrays_of(
-    batch: int, heads: int, padded: int, counts: Any, *, dtype: str = "float32"
-) -> list[jax.Array]:
-    """q, k, v [B, H, L, 8]; keys that do not count are 50 in k and 0 in v."""
-    rng = np.random.default_rng(3)
-    q, k, v = (
-        rng.standard_normal((batch, heads, padded, 8), np.float32) for _ in range(3)
-    )
-    dead = (np.arange(padded) >= np.asarray(counts)[:, None])[:, None, :, None]
-    k, v = np.where(dead, 50.0, k), np.where(dead, 0.0, v)
-    return [jnp.asarray(x, dtype) for x in (q, k, v)]
-
-
-def attend(
-    active: Active, arrays: list[jax.Array], *, kv_len: int, lengths: Any = None
-) -> jax.Array:
-    """Of all tokens, [B, H, L, 8]."""
-
-    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return sequence_attention(
-            active,
-            q,
-            k,
-            v,
-            kv_len=kv_len,
-            kv_lengths=None if lengths is None else jnp.asarray(lengths),
-            feature_major=False,
-        )
-
-    return jax.jit(call)(*arrays)
 
 
 # Keys of the items that count; none of the second one.
@@ -107,10 +61,8 @@ def test_every_degree(devices: int, heads: int, lengths: Any) -> None:
     arrays = arrays_of(batch, heads, padded, counts)
     want = numpy_attention(*arrays, kv_lengths=np.asarray(counts))
     got = attend(active, arrays, kv_len=kv_len, lengths=lengths)
-    assert (
-        worst(got[:, :, :kv_len], want[:, :, :kv_len])
-        < (TOLERANCES["attention float32"])
-    )
+    got, want = got[:, :, :kv_len], want[:, :, :kv_len]
+    assert worst(got, want) < TOLERANCES["attention float32"]
     for item, count in enumerate(counts):
         if count == 0:
             np.testing.assert_array_equal(got[item], 0)

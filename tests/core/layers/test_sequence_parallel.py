@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.core.layers.sequences import active_on, arrays_of, attend
 from tests.kernels.attention.oracle import numpy_attention, worst
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
@@ -19,11 +18,7 @@ from tpuport.core.layers.sequence_parallel import (
     degrees,
     degrees_of,
     padded_length,
-    sequence_attention,
 )
-from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import Active, OpContext
 from tpuport.kernels.attention.splash_blocks import default_blocks
 
 
@@ -101,15 +96,6 @@ def test_padding_elsewhere_makes_equal_parts() -> None:
     assert padded_length(104, 8, platform="cpu", head_dim=64, chip=None) == 104
 
 
-def active_on(mesh: str) -> Active:
-    context = OpContext(
-        mesh=build_mesh(MeshSpec.parse(mesh)),
-        platform="cpu",
-        records=[],
-    )
-    return Active(None, context)
-
-
 MESHES = ["dp=1", "sp=2", "sp=8", "dp=2,sp=3", "sp=5", "sp=2,tp=2", "dp=2,sp=2,tp=2"]
 
 
@@ -137,36 +123,14 @@ def test_equals_attention_on_one_array(
     sp = active.axis_size("sp")
     kv_len = 37
     padded = -(-kv_len // sp) * sp
-    rng = np.random.default_rng(3)
-    q, k, v = (rng.standard_normal((2, 4, padded, 8), np.float32) for _ in range(3))
-    counts = np.asarray(lengths if lengths else (kv_len, kv_len))
-    # Keys that do not count: any finite value in k, zeros in v.
-    dead = np.arange(padded) >= counts[:, None]
-    k = np.where(dead[:, None, :, None], 50.0, k).astype(np.float32)
-    v = np.where(dead[:, None, :, None], 0.0, v).astype(np.float32)
-    want = numpy_attention(q, k, v, kv_lengths=counts)
-    arrays = [jnp.asarray(x) for x in (q, k, v)]
-    if feature_major:
-        arrays = [x.swapaxes(2, 3) for x in arrays]
-
-    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return sequence_attention(
-            active,
-            q,
-            k,
-            v,
-            kv_len=kv_len,
-            kv_lengths=None if lengths is None else jnp.asarray(lengths),
-            feature_major=feature_major,
-        )
-
-    got = jax.jit(call)(*arrays)
-    if feature_major:
-        got = got.swapaxes(2, 3)
-    assert (
-        worst(got[:, :, :kv_len], want[:, :, :kv_len])
-        < (TOLERANCES["attention float32"])
+    counts = lengths or (kv_len, kv_len)
+    arrays = arrays_of(2, 4, padded, counts)
+    want = numpy_attention(*arrays, kv_lengths=np.asarray(counts))
+    got = attend(
+        active, arrays, kv_len=kv_len, lengths=lengths, feature_major=feature_major
     )
+    got, want = got[:, :, :kv_len], want[:, :, :kv_len]
+    assert worst(got, want) < TOLERANCES["attention float32"]
     (record,) = active.context.records
     assert record.ulysses * record.ring == sp
     assert record.padded == padded

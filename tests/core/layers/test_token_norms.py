@@ -11,7 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from tests.core.layers.test_sequence_parallel import active_on
+from tests.core.layers.sequences import active_on
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers import token_norms

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from tests.kernels.attention.oracle import (
     numpy_attention,
     worst,
 )
+from tests.models.jaxprs import arrays_in
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.blockwise import (
     MAX_BLOCK_KV,
@@ -30,18 +30,6 @@ from tpuport.kernels.attention.reference import reference_attention
 Q_LEN, KV_LEN = 5003, 7001
 
 
-def shapes_in(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of all values of a jaxpr and of the jaxprs inside it."""
-    for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            yield tuple(variable.aval.shape)
-        for parameter in equation.params.values():
-            for part in parameter if isinstance(parameter, tuple) else (parameter,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from shapes_in(inner)
-
-
 def long_shapes(attention: Any, mask: tuple[int, ...] | None, **options: Any) -> set:
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -53,7 +41,7 @@ def long_shapes(attention: Any, mask: tuple[int, ...] | None, **options: Any) ->
     def call(q: Any, k: Any, v: Any, *masks: Any) -> Any:
         return attention(q, k, v, mask=masks[0] if masks else None, **options)
 
-    return set(shapes_in(jax.make_jaxpr(call)(*arrays).jaxpr))
+    return set(arrays_in(jax.make_jaxpr(call)(*arrays).jaxpr))
 
 
 def scores_built(shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
@@ -128,10 +116,8 @@ def test_the_result_does_not_depend_on_the_tiling(
     )  # fmt: skip
     arrays, options = inputs(case)
     got = compiled(blockwise_attention, *arrays, **options, tiling=tiling)
-    assert (
-        worst(got, numpy_attention(*arrays, **options))
-        < (TOLERANCES["attention float32"])
-    )
+    want = numpy_attention(*arrays, **options)
+    assert worst(got, want) < TOLERANCES["attention float32"]
 
 
 def test_a_tiling_that_does_not_fit_is_refused() -> None:

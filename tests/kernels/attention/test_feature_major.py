@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from tpuport.kernels.attention.splash import (
     splash_in_parts,
 )
 
-LN_2 = math.log(2)
 BLOCKS = SplashBlocks(q=128, kv=256, kv_compute=128)
 # Keys that count of each item; the rest are finite in k and zero in v.
 COUNTS = (300, 130)

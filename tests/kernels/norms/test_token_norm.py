@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,10 @@ from tpuport.kernels.norms.token_norm import (
 )
 
 LIMIT = 100 * 2**20
+OPTIONS: dict[str, Any] = {"eps": 1e-5, "vmem_limit": LIMIT, "interpret": True}
 #: Of which 384 tokens make three blocks.
 SMALL = BESIDE + 4 * 128 * 256 * 4
-EPS = 1e-5
+EPS = OPTIONS["eps"]
 
 
 def normals(*shape: int, mean: float = 0.0) -> np.ndarray:
@@ -73,9 +75,8 @@ def test_tokens_are_normed_and_take_their_own_vectors(
     blocks = 384 // tokens_per_block(384, 256 * 4, limit)
     assert blocks == (3 if limit == SMALL else 1)
     x, vectors = normals(2, 256, 384, mean=3.0), normals(2, 2, 2, 256)
-    call = functools.partial(
-        modulated_layer_norm, eps=EPS, marked=marked, vmem_limit=limit, interpret=True
-    )
+    options = OPTIONS | {"marked": marked, "vmem_limit": limit}
+    call = functools.partial(modulated_layer_norm, **options)
     found = jax.jit(call)(
         *(array.astype(np.float32) for array in (x, *vectors)),
         np.asarray([first], np.int32),
@@ -90,9 +91,7 @@ def test_a_mean_far_from_zero_costs_no_digits() -> None:
     found = modulated_layer_norm(
         *(jnp.asarray(array, jnp.float32) for array in (x, ones, zeros)),
         jnp.zeros(1, jnp.int32),
-        eps=EPS,
-        vmem_limit=LIMIT,
-        interpret=True,
+        **OPTIONS,
     )
     error = np.abs(found - normed(x, 1)).max()
     assert error <= TOLERANCES["norm float32 large mean"]
@@ -111,14 +110,7 @@ def test_heads_are_normed_and_rotated(heads: int, over: str) -> None:
     x = normals(2, heads, 64, 256, mean=0.5)
     vectors = normals(heads if across else 1, 2, 64)
     cos, sin = normals(64, 256), normals(256, 64).T
-    call = functools.partial(
-        head_norm_rotary,
-        eps=EPS,
-        centre=centre,
-        across=across,
-        vmem_limit=LIMIT,
-        interpret=True,
-    )
+    call = functools.partial(head_norm_rotary, centre=centre, across=across, **OPTIONS)
     found = jax.jit(call)(
         *(array.astype(np.float32) for array in (x, vectors, cos, sin))
     )
@@ -140,23 +132,17 @@ def test_bfloat16_is_rounded_once() -> None:
     wide = np.asarray(x, np.float64)
     ones = jnp.ones((64, 128), jnp.float32)
     vectors = jnp.stack([ones[:, 0], 0 * ones[:, 0]])[None]
-    heads = head_norm_rotary(
-        x, vectors, ones, 0 * ones, eps=EPS, centre=True, vmem_limit=LIMIT,
-        interpret=True,
-    )  # fmt: skip
+    heads = head_norm_rotary(x, vectors, ones, 0 * ones, centre=True, **OPTIONS)
     assert heads.dtype == jnp.bfloat16
     tokens = modulated_layer_norm(
         x.reshape(1, 128, 128),
         *(jnp.full((1, 2, 128), value, jnp.float32) for value in (1, 0)),
         jnp.zeros(1, jnp.int32),
-        eps=EPS,
-        vmem_limit=LIMIT,
-        interpret=True,
+        **OPTIONS,
     )
     assert tokens.dtype == jnp.bfloat16
-    for found, want in ((heads, normed(wide, 2)), (tokens, None)):
-        if want is None:
-            want = normed(wide.reshape(1, 128, 128), 1)
+    whole = normed(wide.reshape(1, 128, 128), 1)
+    for found, want in ((heads, normed(wide, 2)), (tokens, whole)):
         # Half a unit in the last place of 8 bits.
         apart = np.abs(np.asarray(found, np.float64) - want)
         assert (apart <= np.abs(want) * 2.0**-8 + TOLERANCES["norm float32"]).all()
@@ -180,9 +166,7 @@ def test_what_the_kernel_cannot_it_refuses(
             vectors,
             vectors,
             jnp.zeros(1, jnp.int32),
-            eps=EPS,
-            vmem_limit=limit,
-            interpret=True,
+            **OPTIONS | {"vmem_limit": limit},
         )
 
 
@@ -203,10 +187,8 @@ def test_heads_that_the_kernel_cannot_take(
             jnp.zeros((1, 2, features), jnp.float32),
             table,
             table,
-            eps=EPS,
             centre=True,
-            vmem_limit=LIMIT,
-            interpret=True,
+            **OPTIONS,
         )
 
 

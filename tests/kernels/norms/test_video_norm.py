@@ -14,14 +14,14 @@ from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.norms.video_norm import apply_norm, channel_moments, latent_frame
 
-LIMIT = 100 * 2**20
+OPTIONS: dict[str, Any] = {"vmem_limit": 100 * 2**20, "interpret": True}
 ATOL = TOLERANCES["norm float32"]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 6, 5, 128), (1, 1, 90, 20, 256)])
 def test_moments_are_those_of_the_whole_video(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).normal(1000.0, 2.0, shape).astype(np.float32)
-    mean, spread = channel_moments(jnp.asarray(x), vmem_limit=LIMIT, interpret=True)
+    mean, spread = channel_moments(jnp.asarray(x), **OPTIONS)
     wide = x.astype(np.float64)
     assert np.abs(mean - wide.mean((1, 2, 3))).max() < 1e-3
     variance = spread / np.prod(shape[1:4])
@@ -51,7 +51,7 @@ def test_moments_leave_out_what_is_not_real(
     def moments(x: jax.Array, n: Any, m: Any) -> Any:
         # Those of the whole side are known while it is traced.
         sides = (rows if real[0] is None else n, columns if real[1] is None else m)
-        return channel_moments(x, sides, vmem_limit=LIMIT, interpret=True)
+        return channel_moments(x, sides, **OPTIONS)
 
     mean, spread = jax.jit(moments)(jnp.asarray(x), rows, columns)
     assert np.abs(mean / wide.mean((1, 2, 3)) - 1).max() <= ATOL
@@ -63,7 +63,7 @@ def test_moments_leave_out_what_is_not_real(
 def test_moments_of_nothing_are_zeros(real: tuple[int, int]) -> None:
     x = jnp.full((1, 2, 6, 5, 128), jnp.nan)
     sides = jnp.asarray(real[0]), jnp.asarray(real[1])
-    found = channel_moments(x, sides, vmem_limit=LIMIT, interpret=True)
+    found = channel_moments(x, sides, **OPTIONS)
     assert [array.shape for array in found] == [(1, 128)] * 2
     assert all((array == 0).all() for array in found)
 
@@ -71,7 +71,7 @@ def test_moments_of_nothing_are_zeros(real: tuple[int, int]) -> None:
 def test_a_number_for_every_device_is_that_of_the_side() -> None:
     x = jnp.zeros((1, 2, 6, 5, 128))
     with pytest.raises(ValueError, match="4 real of 5, for every device"):
-        channel_moments(x, (6, 4), vmem_limit=LIMIT, interpret=True)
+        channel_moments(x, (6, 4), **OPTIONS)
 
 
 # Frames and rows of the video, times and lines of the modulation; zeros for none.
@@ -109,8 +109,7 @@ def test_norm_modulation_and_silu(
         jnp.asarray(maps) if modulated else None,
         silu=silu,
         kept=kept,
-        vmem_limit=LIMIT,
-        interpret=True,
+        **OPTIONS,
     )
     per_channel = (slice(None), None, None, None)
     wanted = (x - mean[per_channel]) * scale[per_channel] + shift[per_channel]
@@ -135,16 +134,7 @@ def test_norm_modulation_and_silu(
 def test_no_more_frames_are_kept_than_there_are() -> None:
     x, vector = jnp.zeros((1, 1, 6, 4, 128)), jnp.zeros((1, 128))
     with pytest.raises(ValueError, match="2 frames to keep of 1"):
-        apply_norm(
-            x,
-            vector,
-            vector,
-            vector,
-            silu=True,
-            kept=2,
-            vmem_limit=LIMIT,
-            interpret=True,
-        )
+        apply_norm(x, vector, vector, vector, silu=True, kept=2, **OPTIONS)
 
 
 def test_a_modulation_that_does_not_fit_is_refused() -> None:
@@ -155,6 +145,4 @@ def test_a_modulation_that_does_not_fit_is_refused() -> None:
     x, vector = jnp.zeros((1, 2, 6, 4, 128)), jnp.zeros((1, 128))
     maps = jnp.zeros((1, 1, 4, 4, 256))
     with pytest.raises(ValueError, match="modulation"):
-        apply_norm(
-            x, vector, vector, vector, maps, silu=True, vmem_limit=LIMIT, interpret=True
-        )
+        apply_norm(x, vector, vector, vector, maps, silu=True, **OPTIONS)

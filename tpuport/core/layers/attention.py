@@ -213,7 +213,6 @@ def split_attention(
         platform=context.platform,
         implementation=choice,
         chip=context.chip,
-        fall_back=True,
         told=functools.partial(
             note_attention,
             context,

@@ -411,7 +411,7 @@ def _kernel(
             q, k, v, kv_len=kv_len, kv_lengths=lengths, hidden=True, **options
         )
     k, v = k[:, :, :kv_len], v[:, :, :kv_len]
-    return attention(q, k, v, kv_lengths=lengths, fall_back=True, **options)
+    return attention(q, k, v, kv_lengths=lengths, **options)
 
 
 def _record(
@@ -446,7 +446,7 @@ def _record(
         window=choice.window,
         platform=context.platform,
     )
-    selection = select(problem, choice, chip=context.chip, fall_back=True)
+    selection = select(problem, choice, chip=context.chip)
     shape = (*q.shape[:2], kv_len, head_dim)
     return note_attention(
         context,

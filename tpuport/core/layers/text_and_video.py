@@ -25,6 +25,7 @@ import torch
 
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers import joint_sequence, token_norms
+from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, current
@@ -130,16 +131,17 @@ class Stream:
     def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
         """Both layers with a GELU between them, in float32."""
         first, _, last = ff.net[:3]
-        inner = self.hidden(first.proj, y, tanh=first.approximate == "tanh")
-        weight, bias = parameters(last)
-        return joint_sequence.dense(self.tokens, inner, weight, bias, row_parallel=True)
+        return feed_forward(
+            self.tokens,
+            y,
+            parameters(first.proj),
+            parameters(last),
+            tanh=first.approximate == "tanh",
+        )
 
-    def hidden(self, linear: Any, y: jax.Array, *, tanh: bool = True) -> jax.Array:
-        """A layer and a GELU of one form or the other, rounded once."""
-        wide = joint_sequence.dense(self.tokens, y, *parameters(linear))
-        inner = jax.nn.gelu(wide, approximate=tanh).astype(y.dtype)
-        # Without the barrier XLA computes this product again in each block of the next.
-        return jax.lax.optimization_barrier(inner)
+    def hidden(self, linear: Any, y: jax.Array) -> jax.Array:
+        """A layer and the approximate GELU, rounded once."""
+        return gelu_dense(self.tokens, y, *parameters(linear))
 
 
 def parameters(module: Any) -> tuple[Any, Any]:

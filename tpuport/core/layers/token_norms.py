@@ -30,16 +30,14 @@ Pair = tuple[Float[Array, "b *l e"], Float[Array, "b *l e"]]
 Tables = tuple[Float[Array, "m n"], Float[Array, "m n"]]
 
 
-def normalise(
-    x: Float[Array, "*dims"], eps: float, axis: int = -1
-) -> Float32[Array, "*dims"]:
-    """``x`` minus its mean, over its standard deviation, in float32.
+def normalise(x: Float[Array, "*dims"], eps: float) -> Float32[Array, "*dims"]:
+    """``x`` minus its mean over the last dim, over its deviation, in float32.
 
     Two passes, so that a mean far from 0 costs no digits.
     """
     wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis, keepdims=True)
+    centred = wide - jnp.mean(wide, -1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), -1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + eps)
 
 

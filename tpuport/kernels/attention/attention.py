@@ -41,7 +41,6 @@ def attention(
     platform: str,
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
-    fall_back: bool = False,
     interpret: bool = False,
     told: Callable[[Selection], Any] | None = None,
     **options: Unpack[Options],
@@ -54,7 +53,6 @@ def attention(
             a program may be compiled for a device that is not attached.
         implementation: an :class:`AttentionChoice` or a name, such as "auto".
         chip: such as "v6e", for the choice of blocks.
-        fall_back: see ``select``.
         interpret: run Pallas kernels interpreted; others ignore it.
         told: is called with what runs.
 
@@ -63,8 +61,7 @@ def attention(
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
-        AttentionError: the named implementation cannot do it exactly (also a
-            NotImplementedError).
+        AttentionError: as ``select`` says (also a NotImplementedError).
         UsageError: no implementation has that name.
     """
     choice = as_choice(implementation)
@@ -72,7 +69,7 @@ def attention(
     problem = describe(
         q, k, v, platform=platform, interpret=interpret, window=window, **options
     )
-    selection = select(problem, choice, chip=chip, fall_back=fall_back)
+    selection = select(problem, choice, chip=chip)
     if told is not None:
         told(selection)
     if choice.k_smooth:
@@ -112,9 +109,7 @@ def attention_feature_major(
     """``attention`` on arrays with the head dim before the tokens.
 
     A product of weights and tokens gives this order, and our kernel takes it; any other
-    implementation gets transposed arrays. If the named implementation refuses the call,
-    another runs, as ``select`` says with ``fall_back``. Key lengths are at most
-    ``kv_len``.
+    implementation gets transposed arrays. Key lengths are at most ``kv_len``.
 
     Returns:
         [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
@@ -129,7 +124,7 @@ def attention_feature_major(
         window=choice.window,
         **options,
     )
-    selection = select(problem, choice, chip=chip, fall_back=True)
+    selection = select(problem, choice, chip=chip)
     if told is not None:
         told(selection)
     if choice.k_smooth:
@@ -156,7 +151,6 @@ def attention_feature_major(
         platform=platform,
         implementation=choice,
         chip=chip,
-        fall_back=True,
         interpret=interpret,
         **cast(Options, options),
     )

@@ -53,13 +53,12 @@ class AttentionChoice:
                 f"attention window={self.window[0]},{self.window[1]}: give how many "
                 "keys to the left and to the right a query sees, 0 or more"
             )
-        for option, owners in _OWNERS.items():
-            asked = getattr(self, option) not in (None, False)
-            if asked and self.name != AUTO and self.name not in owners:
-                has = "has" if len(owners) == 1 else "have"
-                raise UsageError(
-                    f"attention {self.name} has no {option}; {in_words(owners)} {has}"
-                )
+        for option in self.lacking(self.name) if self.name != AUTO else ():
+            owners = _OWNERS[option]
+            has = "has" if len(owners) == 1 else "have"
+            raise UsageError(
+                f"attention {self.name} has no {option}; {' and '.join(owners)} {has}"
+            )
         kernel = self.name in (AUTO, "splash")
         for name, size in self.blocks.items():
             if size < 1 or (kernel and size % 128):
@@ -79,10 +78,9 @@ class AttentionChoice:
         sizes = {name: getattr(self, name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
-    @property
-    def only_some_have(self) -> str:
-        """The options that were given and not every implementation has, as text."""
-        return ", ".join(f"{name}={value}" for name, value in self.blocks.items())
+    def lacking(self, name: str) -> list[str]:
+        """The options that were given and an implementation never has."""
+        return [option for option in self.blocks if name not in _OWNERS[option]]
 
     @property
     def plain(self) -> AttentionChoice:
@@ -125,13 +123,6 @@ class AttentionChoice:
                 text = "on" if value is True else str(value)
             options.append(f"{field.name}={text}")
         return self.name + (":" + ";".join(options) if options else "")
-
-
-def in_words(names: tuple[str, ...]) -> str:
-    """``a, b and c``."""
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _window(key: str, value: str) -> tuple[int, int]:

@@ -87,7 +87,7 @@ def chunked_attention(
         platform=platform,
         interpret=interpret,
     )
-    selection = select(problem, choice, chip=chip, fall_back=True)
+    selection = select(problem, choice, chip=chip)
     if selection.implementation != "splash":
         sums: _Adder = reference_sums
         if selection.implementation == "blockwise":

@@ -7,7 +7,7 @@ D head dim of queries and keys, Dv head dim of values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -34,24 +34,13 @@ DEFAULT_CHIP = "v6e"
 Blocks = Mapping[str, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Implementation:
-    """A way to compute attention and what it refuses.
-
-    ``refusal`` says why it cannot do a problem as chosen on a chip. ``auto_refusal``
-    says why "auto" should pass it over though it could; a request by name skips that.
-    ``blocks`` are the block sizes it runs a problem with on a chip, by option name.
-    ``platform`` is the only one it compiles for, if there is only one.
-    """
-
-    name: str
-    reason: str
-    refusal: Callable[[Problem, AttentionChoice, str], str | None]
-    auto_refusal: Callable[[Problem], str | None] = lambda problem: None
-    blocks: Callable[[Problem, AttentionChoice, str], Blocks] = (
-        lambda problem, choice, chip: {}
-    )
-    platform: str | None = None
+#: Why "auto" takes an implementation, in the order in which they are tried. Blockwise
+#: refuses nothing, and is last.
+REASONS = {
+    "splash": "a fused TPU kernel takes this call",
+    "reference": "the score matrix is small enough to be built whole",
+    "blockwise": "it takes any call, block by block",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,31 +59,21 @@ class Selection:
     notice: str = ""
 
 
-def _too_large(problem: Problem) -> str | None:
-    if problem.scores_per_head <= SMALL_SCORES:
-        return None
-    return (
-        f"{problem.q_len} x {problem.kv_len} scores per head are more than the "
-        f"{SMALL_SCORES} up to which the whole matrix is built"
-    )
-
-
-def _not_on_tpu(problem: Problem) -> str | None:
-    if problem.platform == "tpu":
-        return None
-    return f"it is for TPU; the platform is {problem.platform!r}"
-
-
-def _no_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    if choice.blocks:
-        return f"it has no blocks to set, got {', '.join(choice.blocks)}"
-    return None
-
-
-def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    if choice.block_kv_compute is not None:
-        return "it has no block_kv_compute"
-    return None
+def _refusal(
+    name: str, problem: Problem, choice: AttentionChoice, chip: str
+) -> str | None:
+    """Why "auto" passes an implementation over, with the options of a choice."""
+    if name == "splash":
+        if problem.platform == "tpu":
+            return _splash_refusal(problem, choice, chip)
+        return f"it is for TPU; the platform is {problem.platform!r}"
+    if name == "reference" and problem.scores_per_head > SMALL_SCORES:
+        return (
+            f"{problem.q_len} x {problem.kv_len} scores per head are more than the "
+            f"{SMALL_SCORES} up to which the whole matrix is built"
+        )
+    lacks = choice.lacking(name)
+    return f"it has no {', '.join(lacks)}" if lacks else None
 
 
 def _splash_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
@@ -174,8 +153,12 @@ def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Bloc
     return {"block_q": q, "block_kv": kv, "block_kv_compute": inner}
 
 
-def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
-    if not (problem.q_len and problem.kv_len and problem.batch and problem.heads):
+def _blocks(name: str, problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    """The block sizes that an implementation runs a problem with, by option name."""
+    if name == "splash":
+        return _splash_blocks(problem, choice, chip)
+    sizes = (problem.q_len, problem.kv_len, problem.batch, problem.heads)
+    if name == "reference" or 0 in sizes:
         return {}
     tiling = default_tiling(problem)
     return {
@@ -184,114 +167,82 @@ def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> B
     }
 
 
-# In the order in which "auto" tries them. Blockwise refuses nothing but options that
-# it does not have, and is last.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation(
-        name="splash",
-        reason="a fused TPU kernel takes this call",
-        refusal=_splash_refusal,
-        auto_refusal=_not_on_tpu,
-        blocks=_splash_blocks,
-        platform="tpu",
-    ),
-    Implementation(
-        name="reference",
-        reason="the score matrix is small enough to be built whole",
-        refusal=_no_blocks,
-        auto_refusal=_too_large,
-    ),
-    Implementation(
-        name="blockwise",
-        reason="it takes any call, block by block",
-        refusal=_two_blocks,
-        blocks=_blockwise_blocks,
-    ),
-)
-
-
 def select(
     problem: Problem,
     implementation: str | AttentionChoice = AUTO,
     *,
     chip: str | None = None,
-    fall_back: bool = False,
 ) -> Selection:
     """The implementation that ``attention`` uses for this problem.
 
+    Where the named implementation refuses a call on the platform it is for, the choice
+    is that of "auto"; ``passed_over`` then says why.
+
     Args:
         problem: the call.
-        implementation: an :class:`AttentionChoice`, or its text.
+        implementation: an :class:`AttentionChoice`, or its name.
         chip: whose blocks to take.
-        fall_back: where the named implementation refuses a call on the platform it is
-            for, choose as "auto" does; ``passed_over`` then says why.
 
     Raises:
-        AttentionError: the named implementation cannot do it exactly.
+        AttentionError: the named implementation is for another platform.
         UsageError: no implementation has that name.
     """
     asked = as_choice(implementation)
     chip = chip or DEFAULT_CHIP
-    passed_over: list[tuple[str, str]] = []
+    passed_over: dict[str, str] = {}
     # An option that no implementation has is left out.
     plain = AttentionChoice(window=asked.window, k_smooth=asked.k_smooth)
     choices = dict.fromkeys((asked, plain))
     if asked.name != AUTO:
-        named = next(one for one in IMPLEMENTATIONS if one.name == asked.name)
-        why = named.refusal(problem, asked, chip)
+        # The others refuse nothing that is asked for by name.
+        kernel = asked.name == "splash"
+        why = _splash_refusal(problem, asked, chip) if kernel else None
         if why is None:
             return Selection(
-                implementation=named.name,
+                implementation=asked.name,
                 reason="asked for by name",
-                blocks=named.blocks(problem, asked, chip),
+                blocks=_blocks(asked.name, problem, asked, chip),
             )
-        here = named.platform in (None, problem.platform)
-        if not (fall_back and here):
+        if problem.platform != "tpu":
             raise AttentionError(
                 f"attention implementation {asked.name!r} cannot do this call: "
                 f"{why}. Use {AUTO!r} or another one."
             )
-        passed_over.append((named.name, why))
+        passed_over[asked.name] = why
         # Its blocks are nobody else's.
         del choices[asked]
     for given in choices:
-        for candidate in IMPLEMENTATIONS:
-            if candidate.name == asked.name and not asked.blocks:
+        for name, reason in REASONS.items():
+            if name == asked.name and not asked.blocks:
                 continue  # it has refused this very call
-            why = candidate.auto_refusal(problem) or candidate.refusal(
-                problem, given, chip
-            )
+            why = _refusal(name, problem, given, chip)
             if why is None:
-                reason = candidate.reason
                 if given.blocks != asked.blocks:
                     reason += ", without options that it cannot take"
                 return Selection(
-                    implementation=candidate.name,
+                    implementation=name,
                     reason=reason,
-                    passed_over=tuple(passed_over),
-                    blocks=candidate.blocks(problem, given, chip),
-                    notice=_notice(asked, given, candidate.name, passed_over),
+                    passed_over=tuple(passed_over.items()),
+                    blocks=_blocks(name, problem, given, chip),
+                    notice=_notice(asked, given, name, passed_over),
                 )
-            if candidate.name not in {name for name, _ in passed_over}:
-                passed_over.append((candidate.name, why))
-    raise AttentionError(
-        "no attention implementation can do this call: "
-        + "; ".join(f"{name}: {why}" for name, why in passed_over)
-    )
+            passed_over.setdefault(name, why)
+    raise AssertionError("blockwise takes every call without blocks")
 
 
 def _notice(
     asked: AttentionChoice,
     given: AttentionChoice,
     runs: str,
-    passed_over: list[tuple[str, str]],
+    passed_over: Mapping[str, str],
 ) -> str:
     """Words on the user's choice, if ``runs`` with ``given`` is not that choice."""
-    dropped = "" if given.only_some_have else asked.only_some_have
+    sizes = (f"{name}={size}" for name, size in asked.blocks.items())
+    dropped = "" if given.blocks else ", ".join(sizes)
     said = f"{runs} runs" + (f", without {dropped}" if dropped else "")
     if asked.name == AUTO:
         return said if dropped else ""
-    name, why = passed_over[0]
+    name, why = next(iter(passed_over.items()))
     return f"{said} ({why})" if runs == name else f"{name} passed over ({why}); {said}"
 
 

@@ -1,7 +1,7 @@
 """Patches that only CogVideoX needs.
 
 On a TPU blocks of the autoencoder run as the layers of
-:mod:`tpuport.models.cogvideox.flax_layers`, on tensors [B, C, T, Y, X] as upstream
+:mod:`tpuport.models.cogvideox.flax_vae`, on tensors [B, C, T, Y, X] as upstream
 holds them. Elsewhere, and where these layers cannot, they are upstream's.
 """
 
@@ -17,8 +17,7 @@ from tpuport.core.layers.video_layers import LANES, has_kernels
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
-from tpuport.patches.diffusers import diffusers_patch
-from tpuport.patches.projection import MODULATED_NORMS
+from tpuport.patches.diffusers import MODULATED_NORMS, diffusers_patch
 
 #: What takes over, in reports; the convolutions in it are noted one by one.
 UPSTREAM = "upstream's code"
@@ -36,13 +35,13 @@ def _as_layer(kind: str, call: str, module: Any, *tensors: Any, **options: Any) 
         call: what upstream's module is, in reports.
         module: the layer's weights are its.
     """
-    from tpuport.models.cogvideox import flax_layers
+    from tpuport.models.cogvideox import flax_vae
 
     context = current().context
     known = len(context.convolutions)
     try:
-        layer = getattr(flax_layers, kind)(module)
-        return flax_layers.on_tensors(layer, *tensors, **options)
+        layer = getattr(flax_vae, kind)(module)
+        return flax_vae.on_tensors(layer, *tensors, **options)
     except NotImplementedError as error:
         passed_over(context, known, call, UPSTREAM, error)
         return None

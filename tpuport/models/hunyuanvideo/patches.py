@@ -20,8 +20,7 @@ import torch
 
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.vae_patches import VAE_15
-from tpuport.patches.diffusers import diffusers_patch
-from tpuport.patches.projection import MODULATED_NORMS
+from tpuport.patches.diffusers import MODULATED_NORMS, diffusers_patch
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
 
 # Rows of `cond_type_embed`.

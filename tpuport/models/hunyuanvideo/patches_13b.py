@@ -24,8 +24,7 @@ from tpuport.models.hunyuanvideo.patches import (
     with_lora_scale,
 )
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B
-from tpuport.patches.diffusers import diffusers_patch
-from tpuport.patches.projection import MODULATED_NORMS
+from tpuport.patches.diffusers import MODULATED_NORMS, diffusers_patch
 
 
 def attend_tokens(

@@ -11,7 +11,7 @@ import torch
 from tests.patches.tools import apply
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.patches.activations import GELU_ROUNDED_ONCE, gelu
+from tpuport.patches.missing import GELU_ROUNDED_ONCE, gelu
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
