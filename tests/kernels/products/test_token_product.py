@@ -37,8 +37,8 @@ def product(weight: jax.Array, x: jax.Array, bias: jax.Array) -> np.ndarray:
     return found + exact(bias)[:, None]
 
 
-# Chunks of a piece: three, two, four, one, and one of two pieces. Blocks of 768, 512,
-# 256 and 128 tokens.
+# Chunks of a piece: three, two, two of two pieces, one, one of two pieces. Blocks of
+# 768, 512, 256 and 128 tokens.
 SIZES = [
     ((1536, 384), 768, LIMIT),
     ((1280, 256), 1024, LIMIT),

@@ -25,10 +25,13 @@ from tpuport.core.layers.joint_sequence import (
 from tpuport.core.layers.token_norms import has_kernels
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.ported_module import on_devices
+from tpuport.kernels.attention.selection import DEFAULT_CHIP
 from tpuport.kernels.products.token_product import gated_token_product, token_product
 
 #: The share of the kernels' VMEM up to which XLA keeps a weight there.
 KEPT_BY_XLA = 3 / 8
+#: Where the kernel was found to be faster.
+FASTER_ON = ("v6e",)
 
 #: Weight [F, E] and bias [F] of a layer; the bias may be ``None``.
 Linear = tuple[Float[Array, "f e"], Float[Array, "f"] | None]
@@ -142,13 +145,16 @@ def add_from_heads(
 def _is_kernels(
     sequence: JointSequence, weight: Float[Array, "f e"], gates: tuple[Array, Array]
 ) -> bool:
-    """Whether products are the kernel's: XLA would read the weight more than once.
+    """Whether a product is the kernel's: XLA would read the weight more than once.
 
     A device must have all columns of the weights, and a gate be one for all tokens.
     """
     if not has_kernels(sequence) or sequence.sums_partial_products:
         return False
-    kept = kernel_options(sequence.active.context)["vmem_limit"] * KEPT_BY_XLA
+    context = sequence.active.context
+    if (context.chip or DEFAULT_CHIP) not in FASTER_ON:
+        return False
+    kept = kernel_options(context)["vmem_limit"] * KEPT_BY_XLA
     return weight.nbytes > kept and gates[0].ndim == 2
 
 

@@ -27,8 +27,8 @@ LANES = 128
 #: Rows of a chunk: at least, and at most. The matrix unit waits for about 180 cycles at
 #: the end of each; larger ones take the compiler longer.
 LEAST_CHUNK, MOST_CHUNK = 256, 640
-#: Rows of a piece at most. All tokens are read again for each: with 1,120 rows, on a v6e,
-#: in half of the time that the products take. The first piece comes before any product.
+#: Rows of a piece at most. All tokens are read again for each: with 1,120 rows, on a
+#: v6e, in half of the time of the products. The first piece comes before any product.
 MOST_ROWS = 1536
 #: Tokens of a block at most.
 MOST_TOKENS = 768
