@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -103,7 +102,6 @@ def test_other_products_are_of_xla(why: str, monkeypatch: pytest.MonkeyPatch) ->
     gate = drawn(2, TOKENS, WIDTH) if why == "a gate a token" else drawn(2, WIDTH)
     x, out = drawn(2, TOKENS, WIDTH), drawn(2, 4, 64, TOKENS)
     linear = drawn(WIDTH, WIDTH), None
-    assert math.prod(linear[0].shape) < 1 << 20
 
     def run() -> jax.Array:
         return feed_forward.add_from_heads(

@@ -31,6 +31,12 @@ def exact(x: jax.Array) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+def close(found: jax.Array, truth: np.ndarray) -> bool:
+    """Within the rounding of the result."""
+    error = np.abs(exact(found) - truth) / np.maximum(np.abs(truth), 1)
+    return bool(error.max() <= TOLERANCES["product bfloat16"])
+
+
 def product(weight: jax.Array, x: jax.Array, bias: jax.Array) -> np.ndarray:
     """``weight x + bias`` in float64."""
     found = np.einsum("fe,bel->bfl", exact(weight), exact(x))
@@ -59,10 +65,9 @@ def test_all_tokens_meet_all_rows(
     found = jax.jit(call)(w, x, bias)
     assert found.dtype == jnp.bfloat16
     truth = product(w, x, bias)
-    assert np.abs(exact(found) - truth).max() <= TOLERANCES["product bfloat16"]
+    assert close(found, truth)
     active = jax.jit(functools.partial(call, activation=jax.nn.relu))(w, x, bias)
-    error = np.abs(exact(active) - np.maximum(truth, 0)).max()
-    assert error <= TOLERANCES["product bfloat16"]
+    assert close(active, np.maximum(truth, 0))
 
 
 # No token is marked, some of one block, some of two, all.
@@ -78,9 +83,7 @@ def test_each_token_takes_its_own_gate(marked: tuple[int, int]) -> None:
     mine = (places >= marked[0]) & (places < marked[1])
     other, text = exact(gates).swapaxes(0, 1)[..., None]
     gate = np.where(mine, text, other)
-    truth = exact(residual) + gate * product(w, x, bias)
-    error = np.abs(exact(found) - truth) / np.maximum(np.abs(truth), 1)
-    assert error.max() <= TOLERANCES["product bfloat16"]
+    assert close(found, exact(residual) + gate * product(w, x, bias))
 
 
 @pytest.mark.parametrize(
