@@ -33,7 +33,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: is the files of the layer's own folder.
 HALL = "hall"
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "kernels": ((HALL,), ("attention", "convolution", "norms")),
+    "kernels": ((HALL,), ("attention", "convolution", "norms", "products")),
     "core": (
         (HALL,),
         ("mesh",),

@@ -1,5 +1,5 @@
 """Kernels for one chip: arrays in, arrays out, JAX alone.
 
 Here itself only what all kernels share: padding and phantom elements.
-Rooms: convolution, norms, attention; none imports another, or the core.
+Rooms: convolution, norms, products, attention; none imports another, or the core.
 """

@@ -17,7 +17,7 @@ from jax.extend.core import jaxprs_in_params
 from tpuport.core.tracing.context import AttentionRecord
 
 #: How the names of kernels begin whose FLOPs are products, and of those without any.
-PRODUCTS = ("tpuport_conv",)
+PRODUCTS = ("tpuport_conv", "tpuport_product")
 ELEMENTWISE = (
     "tpuport_moments",
     "tpuport_norm",

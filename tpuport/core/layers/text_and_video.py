@@ -25,7 +25,12 @@ import torch
 
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers import joint_sequence, token_norms
-from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
+from tpuport.core.layers.feed_forward import (
+    add_feed_forward,
+    add_from_heads,
+    feed_forward,
+    gelu_dense,
+)
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, current
@@ -67,7 +72,12 @@ class Stream:
         shift: Pair | None = None,
         scale: Pair | None = None,
     ) -> jax.Array:
-        """``x`` [B, L, E] normed, and modulated if there are a shift and a scale."""
+        """``x`` [B, L, E] normed, and modulated if there are a shift and a scale.
+
+        A norm that was left out is an ``Identity``.
+        """
+        if isinstance(norm, torch.nn.Identity):
+            return x
         weight, bias = parameters(norm)
         if shift is None or scale is None:
             shift = scale = (jnp.zeros(x.shape[::2], jnp.float32),) * 2
@@ -128,6 +138,16 @@ class Stream:
         """The projection [B, L, E] of what attention gave."""
         return joint_sequence.from_heads(self.tokens, out, *parameters(linear))
 
+    def add_output(
+        self, x: jax.Array, linear: Any, out: jax.Array, gate: Pair | None = None
+    ) -> jax.Array:
+        """``x + gate * output(linear, out)``, [B, L, E]; no gate is one of 1."""
+        if gate is None:
+            gate = (jnp.ones(x.shape[::2], jnp.float32),) * 2
+        return add_from_heads(
+            self.marked, x, out, parameters(linear), text=gate[0], video=gate[1]
+        )
+
     def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
         """Both layers with a GELU between them, in float32."""
         first, _, last = ff.net[:3]
@@ -136,6 +156,22 @@ class Stream:
             y,
             parameters(first.proj),
             parameters(last),
+            tanh=first.approximate == "tanh",
+        )
+
+    def add_feed_forward(
+        self, x: jax.Array, ff: Any, y: jax.Array, gate: Pair
+    ) -> jax.Array:
+        """``x + gate * feed_forward(ff, y)``, [B, L, E]."""
+        first, _, last = ff.net[:3]
+        return add_feed_forward(
+            self.marked,
+            x,
+            y,
+            parameters(first.proj),
+            parameters(last),
+            text=gate[0],
+            video=gate[1],
             tanh=first.approximate == "tanh",
         )
 

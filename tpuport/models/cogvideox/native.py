@@ -56,11 +56,12 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         shift, scale, gate = _modulation(self.norm2, sequence, temb)
         y = tokens.norm(self.norm2.norm, x, shift, scale)
         if type(self.ff.net[0]).__name__ == "GELU":
-            y = tokens.feed_forward(self.ff, y)
+            x = tokens.add_feed_forward(x, self.ff, y, gate)
         else:
             # Another activation than every checkpoint's is torch's.
             y = active.arrays(self.ff(active.tensors(y)))
-        out: torch.Tensor = active.tensors(tokens.add(x, y, gate))
+            x = tokens.add(x, y, gate)
+        out: torch.Tensor = active.tensors(x)
         return out
 
     return forward

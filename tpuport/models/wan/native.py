@@ -43,14 +43,16 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         sequence: JointSequence,
         tables: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        active, tokens, attn = sequence.active, Stream.of(sequence), self.attn1
+        active, tokens = sequence.active, Stream.of(sequence)
+        attn, cross = self.attn1, self.attn2
         x, others, turn = active.arrays((hidden_states, encoder_hidden_states, tables))
         parts = _modulation(*active.arrays((self.scale_shift_table, temb)))
         shift, scale, gate, ff_shift, ff_scale, ff_gate = ((p, p) for p in parts)
 
         y = tokens.norm(self.norm1, x, shift, scale)
         q = tokens.turned(attn.to_q, attn.norm_q, y, attn.heads, turn)
-        q, (to_k, to_v) = tokens.behind(q, attn.to_k, attn.to_v)
+        linears = attn.to_k, attn.to_v, attn.to_out[0], cross.to_k, cross.to_v
+        q, (to_k, to_v, to_out, *held) = tokens.behind(q, *linears)
         out = joint.attend(
             sequence,
             q,
@@ -58,19 +60,14 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             tokens.heads(to_v, y, attn.heads),
             x.dtype,
         )
-        x = tokens.add(x, tokens.output(attn.to_out[0], out), gate)
+        x = tokens.add_output(x, to_out, out, gate)
 
-        y = (
-            x
-            if isinstance(self.norm2, torch.nn.Identity)
-            else tokens.norm(self.norm2, x)
-        )
-        out = _cross_attention(self.attn2, sequence, y, others)
-        wide = tokens.output(self.attn2.to_out[0], out).astype(jnp.float32)
-        x = sequence.split((x.astype(jnp.float32) + wide).astype(x.dtype))
+        y = tokens.norm(self.norm2, x)
+        out = _cross_attention(cross, held, sequence, y, others)
+        x = tokens.add_output(x, cross.to_out[0], out)
 
         y = tokens.norm(self.norm3, x, ff_shift, ff_scale)
-        x = tokens.add(x, tokens.feed_forward(self.ffn, y), ff_gate)
+        x = tokens.add_feed_forward(x, self.ffn, y, ff_gate)
         found: torch.Tensor = active.tensors(x)
         return found
 
@@ -78,10 +75,13 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cross_attention(
-    attn: Any, sequence: JointSequence, y: jax.Array, others: jax.Array
+    attn: Any, held: list[Any], sequence: JointSequence, y: jax.Array, others: jax.Array
 ) -> jax.Array:
-    """Attention of ``y`` [B, L, E] on text [B, T, E], and on an image's I before it."""
-    tokens = Stream.of(sequence)
+    """Attention of ``y`` [B, L, E] on text [B, T, E], and on an image's I before it.
+
+    ``held`` are the layers of the text's keys and values.
+    """
+    tokens, (to_k, to_v) = Stream.of(sequence), held
     q = tokens.turned(attn.to_q, attn.norm_q, y, attn.heads)
 
     def attended(k: Any, norm: Any, v: Any, those: jax.Array) -> jax.Array:
@@ -91,10 +91,10 @@ def _cross_attention(
         return joint.attend_others(sequence, q, keys, values, y.dtype)
 
     if attn.add_k_proj is None:
-        return attended(attn.to_k, attn.norm_k, attn.to_v, others)
+        return attended(to_k, attn.norm_k, to_v, others)
     first = others.shape[1] - 512  # upstream's own number of text tokens
     image, text = others[:, :first], others[:, first:]
-    found = attended(attn.to_k, attn.norm_k, attn.to_v, text)
+    found = attended(to_k, attn.norm_k, to_v, text)
     return found + attended(attn.add_k_proj, attn.norm_added_k, attn.add_v_proj, image)
 
 
