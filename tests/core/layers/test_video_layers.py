@@ -17,9 +17,11 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.layers.video_layers import (
     _channel_statistics,
     _edges,
+    convolve,
     modulation_maps,
     pointwise,
 )
+from tpuport.core.mesh import spatial_split
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.kernels.convolution.conv_sides import outer_columns
@@ -38,7 +40,7 @@ def test_what_lies_around_comes_with_corners(shape: tuple[int, ...]) -> None:
         x = x if real is None else jnp.where(real, x, 0)
         # Its channels as frames, with channels of their own.
         video = x[..., None] * (1 + jnp.arange(128, dtype=x.dtype))
-        (left, right), ends = _edges(space, video, 2 * video, OPTIONS)
+        (left, right), ends = _edges(space, video, 2 * video, OPTIONS, "zeros")
         inner = jnp.concatenate([2 * video, video], 1)
         if ends is None:
             # Rows in one piece: nothing but zeros beyond.
@@ -54,6 +56,58 @@ def test_what_lies_around_comes_with_corners(shape: tuple[int, ...]) -> None:
     n, m = shape[2:]
     wanted = wide[:, :, :n, :m] - 5 * wide[:, :, 2 : n + 2, 2 : m + 2]
     assert np.abs(split(run, x)["picture"] - wanted).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("parts", "size", "copied"),
+    [
+        ((1, 8), (3, 16), False),
+        ((8, 1), (16, 3), False),
+        ((2, 4), (4, 12), False),
+        # Beside phantoms the outermost column would have to be repeated.
+        ((2, 4), (3, 11), True),
+        (None, (3, 4), False),
+    ],
+)
+def test_a_convolution_repeats_the_edges_of_the_picture(
+    parts: tuple[int, int] | None,
+    size: tuple[int, int],
+    copied: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if parts is not None:
+        rows, columns = parts
+        one = spatial_split.SpatialSplit(videos=1, rows=rows, columns=columns)
+        monkeypatch.setattr(spatial_split, "choose_split", lambda *sizes: one)
+    x, rng = pixels((1, 2, *size)), np.random.default_rng(1)
+    spread = np.linspace(0.5, 1, 128, dtype=np.float32)
+    kernel = (rng.normal(size=(128, 128, 3, 3, 3)) / 60).astype(np.float32)
+    bias, colours = rng.normal(size=(2, 128)).astype(np.float32) / 10
+
+    def run(space: Any, x: Any) -> dict[str, Any]:
+        if x is None:
+            return {"picture": None}
+        context = OpContext(mesh=None, platform="tpu", space=space, records=[])
+        video = x[..., None] * spread
+        weights = jnp.asarray(kernel), jnp.asarray(bias)
+        out = convolve(context, video, -video, *weights, video, border="edge")
+        assert any(note.reason for note in context.convolutions) == copied
+        return {"picture": out @ colours}
+
+    video = x[..., None] * spread
+    whole = np.concatenate([-video, video], 1)
+    pads = [(0, 0), (0, 0), (1, 1), (1, 1), (0, 0)]
+    wanted = video + jax.lax.conv_general_dilated(
+        np.pad(whole, pads, mode="edge"),
+        kernel,
+        (1, 1, 1),
+        "VALID",
+        dimension_numbers=("NTYXC", "OITYX", "NTYXC"),
+        precision="highest",
+    )
+    found = (run(None, x) if parts is None else split(run, x))["picture"]
+    error = np.abs(found - (wanted + bias) @ colours).max()
+    assert error <= TOLERANCES["module float32"]
 
 
 @pytest.mark.parametrize(

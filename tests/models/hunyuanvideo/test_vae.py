@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 import tpuport
 from tests.models.hunyuanvideo.vaes import CONFIGS, latents, make_vae
-from tests.models.jaxprs import squares
+from tests.models.jaxprs import arrays_in, squares
 from tests.tolerances import TOLERANCES
 from tpuport.core.seam.ported import seam_of
+from tpuport.models.hunyuanvideo.vae_chunks import FRAMES
 
 ATOL = TOLERANCES["component float32"]
 
@@ -31,11 +33,38 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert float(expected.std()) > 100 * ATOL
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_decode_is_upstreams(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "frames"),
+    [
+        *((name, 3) for name in CONFIGS),
+        # Fewer frames than a chunk has, one chunk, and whole chunks.
+        *(("15 small", frames) for frames in (1, FRAMES, 3 * FRAMES)),
+    ],
+)
+def test_decode_is_upstreams(name: str, frames: int) -> None:
     vae = make_vae(name)
-    z = latents(vae, 2, 3, 3, 4)
+    z = latents(vae, 2, frames, 3, 4)
     check(tpuport.port(vae).decode(z).sample, upstream(vae, z))
+
+
+def test_chunks_of_a_split_picture_are_upstreams() -> None:
+    vae = make_vae("15 wider")
+    z = latents(vae, 1, 5, 3, 16)
+    check(tpuport.port(vae, mesh="sp=8").decode(z).sample, vae.decode(z).sample)
+
+
+def test_memory_of_chunks_is_that_of_one() -> None:
+    """Nothing grows with the number of frames but what is small, and the video."""
+
+    def largest(chunks: int) -> int:
+        vae = make_vae("15 small")
+        ported = tpuport.port(vae)
+        ported.decode(latents(vae, 1, chunks * FRAMES, 8, 8))
+        (entry,) = seam_of(ported).entries.values()
+        (program,) = entry.programs
+        return max(math.prod(shape) for shape in arrays_in(program.traced.jaxpr))
+
+    assert largest(3) == largest(6)
 
 
 @pytest.mark.parametrize("name", ["15 small", "13b small"])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.mesh.picture_marks import Mark, marked
-from tpuport.core.mesh.spatial_split import Space
+from tpuport.core.mesh.spatial_split import COLUMNS, ROWS, Border, Side, Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note
 from tpuport.core.tracing.kernel_options import kernel_options
@@ -72,8 +72,9 @@ def convolve(
         Float[Array, "b t y x i"], Float[Array, "o i 1 1 1"], Float[Array, "o"]
     ]
     | None = None,
+    border: Border = "zeros",
 ) -> Float[Array, "b t y x o"]:
-    """A convolution with zeros around the picture, and frames in front.
+    """A convolution with a border around the picture, and frames in front.
 
     Args:
         x: [B, T, Y, X, C]; ``before`` [B, K - 1, Y, X, C], ``None`` with K = 1.
@@ -81,6 +82,7 @@ def convolve(
         residual: [B, T, Y, X, O], added to the result.
         shortcut: makes a residual: [B, T, Y, X, I] and upstream's convolution of one
             element, [O, I, 1, 1, 1] and [O].
+        border: what lies around the picture.
 
     Returns:
         [B, T, Y, X, O] in the dtype of ``x``.
@@ -88,7 +90,7 @@ def convolve(
     Raises:
         NotImplementedError: the kernels cannot: another size, or not enough VMEM.
     """
-    out = _convolved(context, x, before, weight, bias, residual, shortcut)
+    out = _convolved(context, x, before, weight, bias, residual, shortcut, border)
     pictures = (x, before, residual, shortcut and shortcut[0])
     return marked_picture(context, "a convolution", out, *pictures)
 
@@ -101,15 +103,22 @@ def _convolved(
     bias: Array | None,
     residual: Array | None,
     shortcut: tuple[Array, Array, Array] | None,
+    border: Border,
 ) -> Array:
     options = kernel_options(context)
     weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
     space = context.space
+    if space is None and border == "edge":
+        rows, columns = x.shape[2:4]
+        space = Space(
+            rows=Side(axis=ROWS, parts=1, size=rows),
+            columns=Side(axis=COLUMNS, parts=1, size=columns),
+        )
     video: EdgedVideo | None = None
     copied = ""
     if space is not None:
         try:
-            edges = _edges(space, x, before, options)
+            edges = _edges(space, x, before, options, border)
             video = EdgedVideo(x, before, *edges, real=_real(space, x))
         except NotImplementedError as error:
             # The kernel refuses the channels: the other form copies the video.
@@ -136,7 +145,7 @@ def _convolved(
         except NotImplementedError as error:
             copied = str(error)
     whole = x if before is None else jnp.concatenate([before, x], axis=1)
-    out = _padded_convolution(context, whole, weight, bias)
+    out = _padded_convolution(context, whole, weight, bias, border)
     note(context, f"{KERNEL}, of a padded copy" if copied else KERNEL, copied)
     return out if residual is None else out + residual
 
@@ -146,6 +155,7 @@ def _padded_convolution(
     x: Float[Array, "b _ y x c"],
     weight: Float[Array, "k 3 3 c o"],
     bias: Float[Array, "o"] | None,
+    border: Border,
 ) -> Float[Array, "b t y x o"]:
     """A convolution [K, 3, 3, C, O] of a padded copy of [B, T + K - 1, Y, X, C].
 
@@ -153,14 +163,13 @@ def _padded_convolution(
     is the chunk behind the frames before it.
     """
     columns = x.shape[3]
-    pads = [(0, 0)] * 5
+    beyond = (0, pitch_of(columns) - columns - 2)
     if context.space is None:
-        pads[2] = (1, 1)
-        pads[3] = (1, pitch_of(columns) - columns - 1)
+        around = ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0))
+        x = jnp.pad(x, around, mode="edge" if border == "edge" else "constant")
     else:
-        x = context.space.halo(x, _DIMS, (1, 1), (1, 1))
-        pads[3] = (0, pitch_of(columns) - columns - 2)
-    padded = jnp.pad(x, pads)
+        x = context.space.halo(x, _DIMS, (1, 1), (1, 1), border)
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, 0), beyond, (0, 0)))
     return video_convolution(padded, weight, bias, columns, **kernel_options(context))
 
 
@@ -189,7 +198,7 @@ def enlarged_convolution(
     options, space = kernel_options(context), context.space
     if space is None:
         raise NotImplementedError("enlarging without a split in space")
-    edges = _edges(space, x, None, options)
+    edges = _edges(space, x, None, options, "zeros")
     video = EdgedVideo(x, None, *edges, real=_real(space, x))
     kernel = jnp.transpose(weight, (2, 3, 1, 0))[None]
     out = edged_convolution(video, kernel, bias, scale=2, copies=copies, **options)
@@ -202,27 +211,33 @@ def _edges(
     x: Float[Array, "b t y x c"],
     before: Float[Array, "b lag y x c"] | None,
     options: dict[str, Any],
+    border: Border,
 ) -> tuple[
     tuple[Float[Array, "b lag_t y+2 c"], Float[Array, "b lag_t y+2 c"]],
     Float[Array, "b lag_t 2 x c"] | None,
 ]:
-    """``sides`` and ``ends`` of an ``EdgedVideo``: zeros beyond the picture.
+    """``sides`` and ``ends`` of an ``EdgedVideo``.
 
     Args:
         x, before: arrays of this device; phantom rows and columns hold anything.
+
+    Raises:
+        NotImplementedError: the kernel that reads columns cannot, or the outermost row
+            or column would have to be repeated beside phantoms.
     """
     columns = space.columns
+    if border == "edge" and not (space.rows.even and columns.even):
+        raise NotImplementedError("repeated edges beside rows or columns of padding")
     outer = outer_columns(x, before, **options)
 
-    def exchanged(*sides: Array) -> tuple[Array, Array]:
-        first, last = sides
-        left, right = columns.moved(last, 1), columns.moved(first, -1)
+    def exchanged(first: Array, last: Array) -> tuple[Array, Array]:
+        left, right = _beside(columns, first, last, border)
         if not columns.even:
             # The next device may have no real column.
             right = jnp.where(columns.ahead(x.shape[3]) > x.shape[3], right, 0)
         return left, right
 
-    if space.rows.parts == 1:
+    if space.rows.parts == 1 and border == "zeros":
         return exchanged(*outer), None
     parts = [x] if before is None else [before, x]
 
@@ -231,7 +246,7 @@ def _edges(
         pieces = [jax.lax.slice_in_dim(p, place, place + 1, axis=2) for p in parts]
         return jnp.concatenate(pieces, axis=1)
 
-    above, below = space.rows.moved(row(-1), 1), space.rows.moved(row(0), -1)
+    above, below = _beside(space.rows, row(0), row(-1), border)
     # Corners belong to the columns, and come with a second exchange.
     sides = [
         jnp.concatenate([above[..., at, :], side[:, :, 1:-1], below[..., at, :]], 2)
@@ -246,6 +261,20 @@ def _edges(
         left, right = (jnp.where(real, side, 0) for side in (left, right))
         ends = jnp.where(real[:: rows + 1, None], ends, 0)
     return (left, right), ends
+
+
+def _beside(
+    side: Side, first: Array, last: Array, border: Border
+) -> tuple[Array, Array]:
+    """What precedes the first row or column of a device, and what follows the last."""
+    preceding, following = side.moved(last, 1), side.moved(first, -1)
+    if border == "zeros":
+        return preceding, following
+    if side.parts == 1:
+        return first, last
+    place = side.place()
+    preceding = jnp.where(place == 0, first, preceding)
+    return preceding, jnp.where(place == side.parts - 1, last, following)
 
 
 def _real(space: Space, x: Float[Array, "b t y x c"]) -> Real:

@@ -21,6 +21,8 @@ from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.tracing.context import Active, OpContext, current
 from tpuport.core.tracing.patching import Patch
+from tpuport.models.hunyuanvideo.vae_chunks import CHUNKS
+from tpuport.models.hunyuanvideo.vae_convolutions import convolutions
 from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.valid_tokens import attend
 
@@ -127,6 +129,7 @@ def _frame_by_frame(
     return jnp.transpose(out, (1, 2, 4, 0, 3)).reshape(query.shape)
 
 
+_MODULE_13B = "models.autoencoders.autoencoder_kl_hunyuan_video"
 _MODULE_15 = "models.autoencoders.autoencoder_kl_hunyuanvideo15"
 
 VAE_15: tuple[Patch, ...] = (
@@ -138,17 +141,27 @@ VAE_15: tuple[Patch, ...] = (
         "and has L x L entries; its batch dim meets the heads, so that more than one "
         "video fails",
     ),
+    *CHUNKS,
+    *convolutions(
+        "hunyuanvideo15",
+        _MODULE_15 + ":HunyuanVideo15CausalConv3d",
+        _MODULE_15 + ":HunyuanVideo15ResnetBlock",
+    ),
 )
 """For a port with ``AutoencoderKLHunyuanVideo15``."""
 
 VAE_13B: tuple[Patch, ...] = (
     diffusers_patch(
         "hunyuanvideo-vae-frame-causal-attention",
-        "models.autoencoders.autoencoder_kl_hunyuan_video"
-        ":HunyuanVideoMidBlock3D.forward",
+        _MODULE_13B + ":HunyuanVideoMidBlock3D.forward",
         _mid_block_13b,
         "the attention mask has B x L x L entries: 20 GB for five latent frames "
         "of 720x1280 in one tile",
+    ),
+    *convolutions(
+        "hunyuanvideo",
+        _MODULE_13B + ":HunyuanVideoCausalConv3d",
+        _MODULE_13B + ":HunyuanVideoResnetBlockCausal3D",
     ),
 )
 """For a port with ``AutoencoderKLHunyuanVideo``."""

@@ -1,0 +1,192 @@
+"""The decoder of HunyuanVideo-1.5's autoencoder, some latent frames at a time.
+
+Behind the middle block all looks back in time only: convolutions at the two frames
+before. There a loop within the program decodes chunk by chunk, and each convolution
+keeps the last two frames of its input for the next chunk. So the memory of a decode
+does not grow with the video, besides the video itself.
+
+One body serves all chunks. In front of the first latent frame stand copies of it, as
+many as fill the first chunk. Upstream repeats the first frame in front of every
+convolution, so a copy becomes what the first frame becomes; in enlarging, too, where
+the first frame makes one frame and here two copies of that one. All copies are cut off
+the video.
+
+Legend: B videos, C channels, T frames, Y rows, X columns; tensors are [B, C, T, Y, X].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.core.tracing.context import current
+from tpuport.core.tracing.patching import Patch
+from tpuport.patches.diffusers import diffusers_patch
+
+#: Latent frames of a chunk. Each convolution keeps two frames, so at least two.
+FRAMES = 2
+_TIME = 2
+
+
+@dataclass(kw_only=True, eq=False)
+class Chunk:
+    """One chunk while it is traced.
+
+    Attributes:
+        first: whether it is the video's first one; a boolean of the traced program.
+        before: what each convolution kept, in the order in which they run; ``None``
+            while only shapes are asked for.
+        copies: frames in front of the first chunk that are the first one, itself
+            included, at the present resolution.
+        after: what each convolution keeps.
+    """
+
+    first: Any
+    before: Iterator[jax.Array] | None
+    copies: int
+    after: list[jax.Array] = field(default_factory=list)
+
+    def frames_before(self, x: jax.Array, count: int) -> jax.Array:
+        """The ``count`` frames before ``x``; its own last ones are kept.
+
+        Args:
+            x: [B, T, Y, X, C], what a convolution is given.
+        """
+        before = jnp.repeat(x[:, :1], count, axis=1)
+        if self.before is not None:
+            before = jnp.where(self.first, before, next(self.before))
+        self.after.append(x[:, -count:])
+        return before
+
+
+_chunk: contextvars.ContextVar[Chunk | None] = contextvars.ContextVar(
+    "tpuport_hunyuanvideo_chunk", default=None
+)
+
+
+def current_chunk() -> Chunk | None:
+    """The chunk that is being traced; ``None`` if a whole video is traced."""
+    return _chunk.get()
+
+
+@contextlib.contextmanager
+def _within(chunk: Chunk) -> Iterator[None]:
+    token = _chunk.set(chunk)
+    try:
+        yield
+    finally:
+        _chunk.reset(token)
+
+
+def _decoder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``HunyuanVideo15Decoder3D.forward``, behind the middle block by chunks."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        frames = hidden_states.shape[_TIME]
+        if frames <= FRAMES:
+            return original(self, hidden_states)
+        repeated = hidden_states.repeat_interleave(repeats=self.repeat, dim=1)
+        x = self.mid_block(self.conv_in(hidden_states) + repeated)
+        copies = -frames % FRAMES
+        x = torch.cat([x[:, :, :1]] * copies + [x], dim=_TIME)
+        video = _by_chunks(lambda x: _enlarged(self, x), x, 1 + copies)
+        # Of the last frame come as many as of every other but the first.
+        each = video.shape[_TIME] // x.shape[_TIME]
+        return video[:, :, (1 + copies) * each - 1 :]
+
+    return forward
+
+
+def _enlarged(decoder: Any, x: torch.Tensor) -> torch.Tensor:
+    """What upstream's forward does with the result of the middle block."""
+    for block in decoder.up_blocks:
+        x = block(x)
+    return decoder.conv_out(decoder.conv_act(decoder.norm_out(x)))
+
+
+def _by_chunks(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, copies: int
+) -> torch.Tensor:
+    """``run`` of a video whose first ``copies`` frames are the same one."""
+    active = current()
+    array = active.arrays(x)
+    batch, channels, frames, *picture = array.shape
+    parts = array.reshape(batch, channels, frames // FRAMES, FRAMES, *picture)
+    parts = jnp.moveaxis(parts, 2, 0)
+
+    def step(
+        before: list[jax.Array] | None, given: tuple[Any, jax.Array]
+    ) -> tuple[list[jax.Array], jax.Array]:
+        number, part = given
+        kept = None if before is None else iter(before)
+        chunk = Chunk(first=number == 0, before=kept, copies=copies)
+        with _within(chunk):
+            out = active.arrays(run(active.tensors(part)))
+        return chunk.after, out
+
+    noted = len(active.context.convolutions)
+    shapes, _ = jax.eval_shape(lambda part: step(None, (jnp.int32(0), part)), parts[0])
+    del active.context.convolutions[noted:]
+    before = [jnp.zeros(one.shape, one.dtype) for one in shapes]
+    numbers = jnp.arange(len(parts), dtype=jnp.int32)
+    _, videos = jax.lax.scan(step, before, (numbers, parts))
+    out = jnp.moveaxis(videos, 0, 2)
+    found: torch.Tensor = active.tensors(
+        out.reshape(*out.shape[:2], -1, *out.shape[4:])
+    )
+    return found
+
+
+def _enlarge(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``HunyuanVideo15Upsample.forward``: one frame of the first, two of each other."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        chunk = _chunk.get()
+        if chunk is None or not self.add_temporal_upsample:
+            return original(self, x)
+        spread, active = self._dcae_upsample_rearrange, current()
+        h, copies = self.conv(x), chunk.copies
+        chunk.copies *= 2
+        shortcut = spread(x, r1=2).repeat_interleave(repeats=self.repeats, dim=1)
+        out = active.arrays(spread(h, r1=2) + shortcut)
+        # Upstream's rule for the first frame, which stands twice here.
+        h, x = (spread(one[:, :, :copies], r1=1) for one in (h, x))
+        shortcut = x.repeat_interleave(repeats=self.repeats // 2, dim=1)
+        first = active.arrays(h[:, : h.shape[1] // 2] + shortcut)
+        first = jnp.repeat(first, 2, axis=_TIME)
+        first = jnp.where(chunk.first, first, out[:, :, : 2 * copies])
+        out = jnp.concatenate([first, out[:, :, 2 * copies :]], axis=_TIME)
+        found: torch.Tensor = active.tensors(out)
+        return found
+
+    return forward
+
+
+_CLASSES = "models.autoencoders.autoencoder_kl_hunyuanvideo15:HunyuanVideo15"
+
+CHUNKS: tuple[Patch, ...] = (
+    diffusers_patch(
+        "hunyuanvideo15-vae-decoder-in-chunks",
+        _CLASSES + "Decoder3D.forward",
+        _decoder,
+        "all frames at their full size together take 23 GiB of each of eight chips at "
+        "720x1280 with 121 frames; what is behind the middle block runs chunk by chunk",
+        wraps=True,
+    ),
+    diffusers_patch(
+        "hunyuanvideo15-vae-upsampling-in-chunks",
+        _CLASSES + "Upsample.forward",
+        _enlarge,
+        "it makes one frame of the first and two of every other; a later chunk has no "
+        "first one",
+        wraps=True,
+    ),
+)
+"""For the decoder; they belong together, and with those of its convolutions."""
