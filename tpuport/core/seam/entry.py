@@ -248,7 +248,10 @@ class Entry(ProgramRuns):
                 program = self._traced(given, constant, draws)
             except StackError as error:
                 assert self._blocks is not None
-                self._rebuild(without(self.module, self._blocks, error.path))
+                kept = without(self.module, self._blocks, error.path)
+                if kept == self._blocks:
+                    raise
+                self._rebuild(kept)
                 continue
             except _ASKS_FOR_VALUES as error:
                 more = next((s for s in stages if s - constant), None)
