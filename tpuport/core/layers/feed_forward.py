@@ -33,8 +33,10 @@ KEPT_BY_XLA = 3 / 8
 #: Where the kernel was found to be faster.
 FASTER_ON = ("v6e",)
 
-#: Weight [F, E] and bias [F] of a layer; the bias may be ``None``.
+#: Weight [F, E] and bias [F] of a layer to F features, and those of one back to E; a
+#: bias may be ``None``.
 Linear = tuple[Float[Array, "f e"], Float[Array, "f"] | None]
+Back = tuple[Float[Array, "e f"], Float[Array, "e"] | None]
 
 
 def gelu_dense(
@@ -64,7 +66,7 @@ def feed_forward(
     sequence: JointSequence,
     x: Float[Array, "*lead e"],
     first: Linear,
-    last: Linear,
+    last: Back,
     *,
     tanh: bool = True,
 ) -> Float32[Array, "*lead e"]:
@@ -84,7 +86,7 @@ def add_feed_forward(
     x: Float[Array, "b l e"],
     y: Float[Array, "b l e"],
     first: Linear,
-    last: Linear,
+    last: Back,
     *,
     text: Float[Array, "b *l e"],
     video: Float[Array, "b *l e"],
@@ -124,7 +126,7 @@ def add_from_heads(
     sequence: JointSequence,
     x: Float[Array, "b l e"],
     out: Float[Array, "b h m n"],
-    linear: Linear,
+    linear: Back,
     *,
     text: Float[Array, "b *l e"],
     video: Float[Array, "b *l e"],
