@@ -75,10 +75,10 @@ def _resolve(override: OpOverride, target: str) -> Any:
         override.define()
     try:
         return pkgutil.resolve_name(target)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError):
         raise OpConflictError(
-            f"op override target {target!r} does not exist in the installed torch: "
-            f"{error}; {override.owner!r} claims it ({override.reason})"
+            f"op override target {target!r} does not exist in the installed torch; "
+            f"{override.owner!r} claims it ({override.reason})"
         ) from None
 
 
