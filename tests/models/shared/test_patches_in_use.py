@@ -34,13 +34,19 @@ USED = {
     "HunyuanVideo15Pipeline": {
         "hunyuanvideo15-native-block",
         "hunyuanvideo15-native-forward",
+        "hunyuanvideo15-vae-convolution",
+        "hunyuanvideo15-vae-decoder-in-chunks",
         "hunyuanvideo15-vae-frame-causal-attention",
+        "hunyuanvideo15-vae-residual-block",
+        "hunyuanvideo15-vae-upsampling",
     },
     "HunyuanVideoPipeline": {
         "hunyuanvideo-native-block",
         "hunyuanvideo-native-forward",
         "hunyuanvideo-native-single-block",
+        "hunyuanvideo-vae-convolution",
         "hunyuanvideo-vae-frame-causal-attention",
+        "hunyuanvideo-vae-residual-block",
     },
     "WanPipeline": {"wan-native-block", "wan-native-forward"},
 }

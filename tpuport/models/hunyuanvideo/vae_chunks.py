@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.core.tracing.context import current
-from tpuport.core.tracing.patching import Patch
 from tpuport.patches.diffusers import diffusers_patch
 
 #: Latent frames of a chunk. Each convolution keeps two frames, so at least two.
@@ -144,49 +143,12 @@ def _by_chunks(
     return found
 
 
-def _enlarge(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``HunyuanVideo15Upsample.forward``: one frame of the first, two of each other."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        chunk = _chunk.get()
-        if chunk is None or not self.add_temporal_upsample:
-            return original(self, x)
-        spread, active = self._dcae_upsample_rearrange, current()
-        h, copies = self.conv(x), chunk.copies
-        chunk.copies *= 2
-        shortcut = spread(x, r1=2).repeat_interleave(repeats=self.repeats, dim=1)
-        out = active.arrays(spread(h, r1=2) + shortcut)
-        # Upstream's rule for the first frame, which stands twice here.
-        h, x = (spread(one[:, :, :copies], r1=1) for one in (h, x))
-        shortcut = x.repeat_interleave(repeats=self.repeats // 2, dim=1)
-        first = active.arrays(h[:, : h.shape[1] // 2] + shortcut)
-        first = jnp.repeat(first, 2, axis=_TIME)
-        first = jnp.where(chunk.first, first, out[:, :, : 2 * copies])
-        out = jnp.concatenate([first, out[:, :, 2 * copies :]], axis=_TIME)
-        found: torch.Tensor = active.tensors(out)
-        return found
-
-    return forward
-
-
-_CLASSES = "models.autoencoders.autoencoder_kl_hunyuanvideo15:HunyuanVideo15"
-
-CHUNKS: tuple[Patch, ...] = (
-    diffusers_patch(
-        "hunyuanvideo15-vae-decoder-in-chunks",
-        _CLASSES + "Decoder3D.forward",
-        _decoder,
-        "all frames at their full size together take 23 GiB of each of eight chips at "
-        "720x1280 with 121 frames; what is behind the middle block runs chunk by chunk",
-        wraps=True,
-    ),
-    diffusers_patch(
-        "hunyuanvideo15-vae-upsampling-in-chunks",
-        _CLASSES + "Upsample.forward",
-        _enlarge,
-        "it makes one frame of the first and two of every other; a later chunk has no "
-        "first one",
-        wraps=True,
-    ),
+DECODER = diffusers_patch(
+    "hunyuanvideo15-vae-decoder-in-chunks",
+    "models.autoencoders.autoencoder_kl_hunyuanvideo15:HunyuanVideo15Decoder3D.forward",
+    _decoder,
+    "all frames at their full size together take 23 GiB of each of eight chips at "
+    "720x1280 with 121 frames; what is behind the middle block runs chunk by chunk",
+    wraps=True,
 )
-"""For the decoder; they belong together, and with those of its convolutions."""
+"""Belongs together with the patches of the convolutions."""

@@ -9,8 +9,10 @@ Legend: B videos, C channels, T frames, Y rows, X columns; tensors are [B, C, T,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
@@ -67,6 +69,77 @@ def _convolved(
     both = active.tensors(jnp.moveaxis(x, -1, 1))
     out = conv(F.pad(both, (*around, 0, 0), mode=module.pad_mode))
     return out if residual is None else out + residual
+
+
+def _enlarge(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``HunyuanVideo15Upsample.forward``: pixels and frames out of channels.
+
+    The shortcut is added to the convolution before channels become pixels. In a chunk
+    the first frame of the video makes twice the one frame that upstream makes of it.
+    """
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        active, chunk = current(), current_chunk()
+        times = 2 if self.add_temporal_upsample else 1
+        if times == 2 and chunk is None:
+            return original(self, x)
+        given = jnp.moveaxis(active.arrays(x), 1, -1)
+        batch, frames, rows, columns, channels = given.shape
+        made = self.conv.conv.out_channels
+        each = made // (4 * times)
+        sources = jnp.arange(made) // self.repeats
+        first, copies = None, 0
+        if times == 2:
+            assert chunk is not None
+            first, copies = chunk.first, chunk.copies
+            chunk.copies *= 2
+            # Of two times each pixel's channels, of which the second half is let go.
+            pixel, channel = jnp.divmod(jnp.arange(made), 2 * each)
+            once = jnp.minimum(channel, each - 1) // (self.repeats // 2)
+            once = jnp.where(first, pixel * (channels // 4) + once, sources)
+            parts = [
+                _taken(given[:, :copies], once),
+                _taken(given[:, copies:], sources),
+            ]
+            shortcut = jnp.concatenate(parts, axis=1)
+        else:
+            shortcut = _taken(given, sources)
+        residual = active.tensors(jnp.moveaxis(shortcut, -1, 1))
+        h = jnp.moveaxis(active.arrays(_convolved(self.conv, x, residual)), 1, -1)
+        h = h.reshape(batch, frames, rows, columns, times, 2, 2, each)
+        if times == 2:
+            lead = h[:, :copies]
+            kept = lead.reshape(*lead.shape[:4], 4, 2, each)[..., 0, :]
+            kept = jnp.stack([kept, kept], axis=4).reshape(lead.shape)
+            lead = jnp.where(first, kept, lead)
+            h = jnp.concatenate([lead, h[:, copies:]], axis=1)
+        h = jnp.transpose(h, (0, 1, 4, 2, 5, 3, 6, 7))
+        h = h.reshape(batch, frames * times, 2 * rows, 2 * columns, each)
+        out: torch.Tensor = active.tensors(jnp.moveaxis(h, -1, 1))
+        return out
+
+    return forward
+
+
+def _taken(x: jax.Array, sources: jax.Array) -> jax.Array:
+    """Channels of [..., C], some of them several times, as a product of matrices.
+
+    Exact: of each sum one product is not zero. XLA would repeat them one by one.
+    """
+    matrix = jnp.arange(x.shape[-1])[:, None] == sources
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, matrix.astype(x.dtype), precision=exact)
+
+
+ENLARGE = diffusers_patch(
+    "hunyuanvideo15-vae-upsampling",
+    "models.autoencoders.autoencoder_kl_hunyuanvideo15:HunyuanVideo15Upsample.forward",
+    _enlarge,
+    "it makes one frame of the first and two of every other, and a later chunk has no "
+    "first one; channels that are repeated one by one take a sixth of a decode",
+    wraps=True,
+)
+"""Of the form of 1.5."""
 
 
 def convolutions(name: str, convolution: str, block: str) -> tuple[Patch, Patch]:

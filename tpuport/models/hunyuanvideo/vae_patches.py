@@ -21,8 +21,8 @@ from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.tracing.context import Active, OpContext, current
 from tpuport.core.tracing.patching import Patch
-from tpuport.models.hunyuanvideo.vae_chunks import CHUNKS
-from tpuport.models.hunyuanvideo.vae_convolutions import convolutions
+from tpuport.models.hunyuanvideo.vae_chunks import DECODER
+from tpuport.models.hunyuanvideo.vae_convolutions import ENLARGE, convolutions
 from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.valid_tokens import attend
 
@@ -141,7 +141,8 @@ VAE_15: tuple[Patch, ...] = (
         "and has L x L entries; its batch dim meets the heads, so that more than one "
         "video fails",
     ),
-    *CHUNKS,
+    DECODER,
+    ENLARGE,
     *convolutions(
         "hunyuanvideo15",
         _MODULE_15 + ":HunyuanVideo15CausalConv3d",
