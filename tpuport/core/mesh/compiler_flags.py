@@ -194,10 +194,8 @@ def flags_for(device: jax.Device, *stages: str) -> ChosenFlags:
     Raises:
         TpuportError: this jax does not tell what flags are in force.
     """
-    if device.platform != "tpu":
-        return ChosenFlags()
     try:
         chip = chip_of(device)
-    except UsageError:
-        return ChosenFlags()  # newer than the table; its programs run all the same
+    except UsageError:  # no TPU, or newer than the table; its programs run all the same
+        return ChosenFlags()
     return choose_flags(chip, compat.compiler_flags(), *stages)
