@@ -173,7 +173,7 @@ print(json.dumps(found))
 def compiled(*topologies: str, flags: str = "") -> Any:
     variables = compile_environment(parse_topology(topologies[0]))
     variables |= {"XLA_FLAGS": "", "LIBTPU_INIT_ARGS": flags}
-    return run_json(PROGRAM, *topologies, timeout=300, **variables)
+    return run_json(PROGRAM, *topologies, **variables)
 
 
 @needs_libtpu
