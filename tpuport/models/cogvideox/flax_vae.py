@@ -11,8 +11,7 @@ devices, without joining arrays first. What the kernels cannot, and all on a CPU
 as torch's operators do (:mod:`tpuport.patches`).
 
 The whole autoencoder is made of them with ``--vae flax``, and its blocks on a TPU
-otherwise (:mod:`tpuport.models.cogvideox.patches`). Flax's classes are bases here, so
-this file is imported when one of both is used.
+otherwise (:mod:`tpuport.models.cogvideox.patches`).
 
 Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels, t/y/x
 the latents' own frames, rows and columns. Source: diffusers 0.42
