@@ -166,7 +166,7 @@ class CausalConv(Weights):
         ``added`` is the ``residual`` or the ``shortcut`` of :func:`convolve`.
         """
         if before is None:
-            before = jnp.repeat(x[:, :1], KEPT, axis=1)
+            before = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
         out = convolve(context, x, before, self, **added)
         if last is None:
             # Cut from the chunk's own frames where there are enough: less to wait for.
