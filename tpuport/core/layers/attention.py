@@ -203,9 +203,8 @@ def split_attention(
     # Frames of one token are rows of the causal triangle, which kernels do at once.
     is_causal = is_causal or frame_tokens == 1
     batch, heads, length = q.shape[:3]
-    q_split, k_split = _split(
-        context, q, k, placed=is_causal or choice.window is not None
-    )
+    placed = is_causal or choice.window is not None
+    q_split, k_split = _split(context, q, k, placed=placed)
     kernel = functools.partial(
         attention,
         is_causal=is_causal,
@@ -240,10 +239,8 @@ def split_attention(
         if mask is not None and mask.shape[2] > 1:
             mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
     q_axes = (*(None,) * (q.ndim - 4), *q_split)
-    mask_axes: tuple[str | None, ...] = ()
-    if mask is not None:
-        whole = zip(q_split, mask.shape, strict=True)
-        mask_axes = tuple(axis if n > 1 else None for axis, n in whole)
+    sizes = zip(q_split, () if mask is None else mask.shape, strict=False)
+    mask_axes = tuple(axis if n > 1 else None for axis, n in sizes)
     # Even if nothing is split: the compiler cannot partition a TPU kernel.
     out = on_devices(
         context.mesh,

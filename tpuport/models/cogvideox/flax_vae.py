@@ -11,8 +11,7 @@ devices, without joining arrays first. What the kernels cannot, and all on a CPU
 as torch's operators do (:mod:`tpuport.patches`).
 
 The whole autoencoder is made of them with ``--vae flax``, and its blocks on a TPU
-otherwise (:mod:`tpuport.models.cogvideox.patches`). Flax's classes are bases here, so
-this file is imported when one of both is used.
+otherwise (:mod:`tpuport.models.cogvideox.patches`).
 
 Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels, t/y/x
 the latents' own frames, rows and columns. Source: diffusers 0.42
@@ -167,7 +166,7 @@ class CausalConv(Weights):
         ``added`` is the ``residual`` or the ``shortcut`` of :func:`convolve`.
         """
         if before is None:
-            before = jnp.repeat(x[:, :1], KEPT, axis=1)
+            before = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
         out = convolve(context, x, before, self, **added)
         if last is None:
             # Cut from the chunk's own frames where there are enough: less to wait for.

@@ -17,6 +17,7 @@ from tpuport.core.layers.video_layers import LANES, has_kernels
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
+from tpuport.models.cogvideox import flax_vae
 from tpuport.patches.diffusers import MODULATED_NORMS, diffusers_patch
 
 #: What takes over, in reports; the convolutions in it are noted one by one.
@@ -28,20 +29,19 @@ def _fits(channels: int = LANES) -> bool:
     return has_kernels(current().context) and channels % LANES == 0
 
 
-def _as_layer(kind: str, call: str, module: Any, *tensors: Any, **options: Any) -> Any:
+def _as_layer(
+    kind: Callable[[Any], Any], call: str, module: Any, *tensors: Any, **options: Any
+) -> Any:
     """What the layer of a kind makes of tensors; ``None`` if it cannot, which is noted.
 
     Args:
         call: what upstream's module is, in reports.
         module: the layer's weights are its.
     """
-    from tpuport.models.cogvideox import flax_vae
-
     context = current().context
     known = len(context.convolutions)
     try:
-        layer = getattr(flax_vae, kind)(module)
-        return flax_vae.on_tensors(layer, *tensors, **options)
+        return flax_vae.on_tensors(kind(module), *tensors, **options)
     except NotImplementedError as error:
         passed_over(context, known, call, UPSTREAM, error)
         return None
@@ -58,7 +58,7 @@ def _causal_convolution(original: Callable[..., Any]) -> Callable[..., Any]:
         found = None
         if _fits():
             given = (inputs, conv_cache)
-            found = _as_layer("CausalConv", "causal convolution", self, *given)
+            found = _as_layer(flax_vae.CausalConv, "causal convolution", self, *given)
         return found or original(self, inputs, conv_cache)
 
     return forward
@@ -82,7 +82,7 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
         channels, empty = f.shape[1], {"conv_y": None, "conv_b": None}
         if _fits(channels):
             silu = getattr(self, _WITH_SILU, False)
-            found = _as_layer("Norm", "norm", self, f, zq, silu=silu, kept=0)
+            found = _as_layer(flax_vae.Norm, "norm", self, f, zq, silu=silu, kept=0)
             return found[0], empty
         modulation = torch.cat([self.conv_y.conv(zq), self.conv_b.conv(zq)], dim=1)
         if f.shape[2] > 1 and f.shape[2] % 2 == 1:
@@ -132,7 +132,7 @@ def _resnet_block(original: Callable[..., Any]) -> Callable[..., Any]:
         found = None
         if temb is None and _fits(self.in_channels) and _fits(self.out_channels):
             given = (inputs, zq, conv_cache or {})
-            found = _as_layer("ResnetBlock", "resnet block", self, *given)
+            found = _as_layer(flax_vae.ResnetBlock, "resnet block", self, *given)
         return found or original(self, inputs, temb, zq, conv_cache)
 
     return forward
@@ -142,7 +142,7 @@ def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, inputs: torch.Tensor) -> Any:
         found = None
         if _fits(inputs.shape[1]):
-            found = _as_layer("Upsample", "upsampler", self, inputs)
+            found = _as_layer(flax_vae.Upsample, "upsampler", self, inputs)
         return original(self, inputs) if found is None else found
 
     return forward
