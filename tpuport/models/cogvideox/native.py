@@ -56,12 +56,11 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         shift, scale, gate = _modulation(self.norm2, sequence, temb)
         y = tokens.norm(self.norm2.norm, x, shift, scale)
         if type(self.ff.net[0]).__name__ == "GELU":
-            x = tokens.add_feed_forward(x, self.ff, y, gate)
+            y = tokens.feed_forward(self.ff, y)
         else:
             # Another activation than every checkpoint's is torch's.
             y = active.arrays(self.ff(active.tensors(y)))
-            x = tokens.add(x, y, gate)
-        out: torch.Tensor = active.tensors(x)
+        out: torch.Tensor = active.tensors(tokens.add(x, y, gate))
         return out
 
     return forward
