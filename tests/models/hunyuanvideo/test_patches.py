@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.hunyuanvideo.transformers import inputs, make, plugin_of, ported
+from tests.models.hunyuanvideo.transformers import inputs, make, ported
 from tests.models.jaxprs import squares
 from tests.models.ported import entry_of
 from tpuport.core.enums import Blocks
@@ -101,11 +101,9 @@ def test_the_scale_of_loras_reaches_them(
         monkeypatch.setattr(
             peft_utils, name, lambda model, weight, of=name: seen.append((of, weight))
         )
-    own = [p for p in plugin_of(kind).patches if "vae" not in p.name]
-    own = [p for p in own if p.name.startswith("hunyuanvideo")]
-    with applied(own):
-        make(kind)(**inputs(kind, 1), attention_kwargs={"scale": 0.5})
-    assert seen == [("scale_lora_layers", 0.5), ("unscale_lora_layers", 0.5)]
+    program = ported(make(kind), kind, blocks=UPSTREAM)
+    program(**inputs(kind, 1), attention_kwargs={"scale": 0.5})
+    assert seen[:2] == [("scale_lora_layers", 0.5), ("unscale_lora_layers", 0.5)]
 
 
 def test_refused_arguments_say_what_to_give() -> None:

@@ -164,10 +164,12 @@ def test_another_norm_of_queries_and_keys_runs_as_any_module() -> None:
 
 
 def test_published_configs_build_their_classes() -> None:
+    billions = {"1.3b": (1.3, 1.5), "-5b": (4.9, 5.1), "14b": (14, 17)}
     for name, one in get_model("wan").variants.items():
-        for component, values in one.read().items() if one.configs else ():
+        least, most = next(billions[size] for size in billions if size in name)
+        for component, values in one.read().items():
             if component.startswith("transformer"):
                 with torch.device("meta"):
                     module = diffusers.WanTransformer3DModel(**values)
                 count = sum(tensor.numel() for tensor in module.parameters())
-                assert 1.3e9 < count < 1.5e9 if "1.3b" in name else 14e9 < count < 17e9
+                assert least < count / 1e9 < most
