@@ -22,7 +22,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
-from tpuport.plugins import find_plugin, folder_of
+from tpuport.plugins import find_plugin, folder_of, plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.compared import Compared
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from tpuport.core.plan.plan import Plan
     from tpuport.core.plan.source_scan import Finding
 
-#: The mesh that a pipeline is tried on, after one device.
-MESH = MeshSpec(dp=2, sp=2)
+#: The meshes that a pipeline is tried on; the last if a plugin has a layout for tp.
+_MESHES = (MeshSpec(), MeshSpec(dp=2, sp=2), MeshSpec(sp=2, tp=2))
 #: What a small pipeline is asked for.
 _SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
 #: Bytes of weights of a folder that is run as it is.
@@ -213,7 +213,7 @@ def check(
 def compare(
     folder: PipelineFolder, settings: Settings, reporter: Reporter
 ) -> list[Compared]:
-    """A small pipeline beside upstream's code: on one device, and on a mesh."""
+    """A small pipeline beside upstream's code: on one device, and on meshes."""
     import jax
     import torch
 
@@ -233,7 +233,9 @@ def compare(
     with reporter.timed("running upstream's own code"):
         expected = pair.expected()
     found: list[Compared] = []
-    for mesh in (MeshSpec(), MESH):
+    plugin = plugin_for(folder.class_name)
+    laid_out = plugin is not None and any(m.layout for m in plugin.modules.values())
+    for mesh in _MESHES if laid_out else _MESHES[:-1]:
         if mesh.size > len(jax.devices()):
             reporter.say(f"mesh {mesh}: not tried, this process has too few devices")
             continue

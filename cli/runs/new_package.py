@@ -67,18 +67,19 @@ LAYOUT = {{
 {layout}}}
 
 # {pipeline} was built small and ported. These changes of tpuport ran,
-# and do so without a line here (`tpuport patches NAME` says all of one):
+# and do so without a line here (`tpuport patches CHANGE` says all of one):
 {changes}# FILL IN: what the model needs beside them, as patches= of the plugin.
 
 PLUGIN = ModelPlugin(
     "{name}",
     claims="diffusers:{pipeline}",
-    # FILL IN: native=a function that makes a NativeForm, once `tpuport check` says what
-    # loses time; docs/port-a-model.md shows one.
+    # FILL IN: native="PACKAGE.native:FORM", a NativeForm, once `tpuport check` says
+    # what loses time; docs/port-a-model.md shows one.
     modules={{{modules}}},
     variants={{
         "small": Published(configs="small.json"),
-        # FILL IN: the hub id, and full.json as the checkpoint's configs are.
+        # FILL IN: the hub id; and the checkpoint's configs in full.json, which has the
+        # defaults of the classes and a small text encoder.
         "full": Published("{repo}", configs="full.json"),
     }},
 )

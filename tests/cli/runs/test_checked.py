@@ -66,13 +66,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 def test_the_example_is_exact_on_one_device_and_on_a_mesh(
     cli: Cli, install: Install
 ) -> None:
-    """Over 10 s: a pipeline is compiled for two meshes."""
+    """Over 10 s: a pipeline is compiled for three meshes."""
     install(EXAMPLE, "ltx", "toy_plugin")
     ran = cli.good("check", "ltx", "--no-plan", "--json")
     told = ran.json
     assert told["good"]
     assert told["imports"] == []
-    assert [one["mesh"] for one in told["compared"]] == ["one device", "dp=2,sp=2"]
+    meshes = ["one device", "dp=2,sp=2", "sp=2,tp=2"]
+    assert [one["mesh"] for one in told["compared"]] == meshes
     assert told["compared"][0]["calls"].keys() == {
         *("text_encoder", "transformer", "vae.decode")
     }

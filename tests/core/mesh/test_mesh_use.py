@@ -37,14 +37,14 @@ def test_an_axis_without_use_is_told(mesh: dict[str, int], told: str) -> None:
         (
             {"tp": 5, "sp": 2},
             4,
-            "5 divides neither the 4 heads nor sides of 24 and 32 of the weights of "
+            "5 divides neither the 4 heads nor sides 24 and 32 long of the weights of "
             "transformer; tp=2 or 4 would; sp splits tokens among any number of "
             "devices: use sp=10",
         ),
         (
             {"tp": 6},
             None,
-            "6 divides no sides of 32 of the weights of transformer; tp=2 or 4 or 8 "
+            "6 divides no sides 32 long of the weights of transformer; tp=2 or 4 or 8 "
             "would; sp splits tokens among any number of devices: use sp=6",
         ),
     ],

@@ -71,7 +71,7 @@ def undivided(
     if any(count % size for count in counted):
         text.append(f"the {heads} heads")
     sides = sorted(dim for dim in dims if dim % size)
-    text.append(f"sides of {' and '.join(map(str, sides[:2]))} of the weights")
+    text.append(f"sides {' and '.join(map(str, sides[:2]))} long of the weights")
     which = "neither " + " nor ".join(text) if len(text) > 1 else "no " + text[0]
     fit = [n for n in divisors(math.gcd(*dims, *counted)) if n > 1][:8]
     would = "; ".join(

@@ -111,10 +111,11 @@ def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> Non
                 module = cls.from_config(dict(configs[name]))
             else:
                 module = cls(cls.config_class(**configs[name]))
-            # Layers that begin as zeros would hide all that comes before them.
+            # Zeros hide all that comes before them, and ones of a norm that it counts.
             for weight in module.parameters():
-                if not weight.any():
-                    torch.nn.init.normal_(weight, std=0.1)
+                if (weight == weight.flatten()[0]).all():
+                    noise = torch.randn_like(weight) / 10
+                    weight.data += noise
             module.save_pretrained(folder / name)
 
 

@@ -441,11 +441,16 @@ class Entry(ProgramRuns):
         who = self.name if self.name == kind else f"{self.name} ({kind})"
         text = (str(error).strip().splitlines() or [""])[0]
         what = f"{type(error).__name__}{f' at {frame}' if frame else ''}: {text}"
-        component = self.name.partition(".")[0]
+        component, native = self.name.partition(".")[0], ""
+        if self._claim is not None and self._claim.whole:
+            native = (
+                f". Native blocks of {self._claim.plugin} are in place: --blocks "
+                "upstream (blocks=) runs without them"
+            )
         return PortError(
-            f"{who[:90]} cannot become a program: {shorten(what, 130)}. Patch the "
+            f"{who[:90]} cannot become a program: {shorten(what, 240)}. Patch the "
             f"line, or leave {component} to upstream's own code (--on-host, on_host=); "
-            "upstream too may refuse what was asked for"
+            f"upstream too may refuse what was asked for{native}"
         )
 
 
