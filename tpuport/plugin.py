@@ -15,7 +15,7 @@ from tpuport.core.spec.model_plugin import Layout, ModelPlugin, Module, Publishe
 from tpuport.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from tpuport.core.layers import joint_sequence, token_norms
+    from tpuport.core.layers import joint_sequence, text_and_video, token_norms
     from tpuport.core.layers.joint_sequence import JointSequence
     from tpuport.core.layers.text_and_video import (
         Stream,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tpuport.core.tracing.op_overrides import OpOverride
     from tpuport.core.tracing.patching import Patch
     from tpuport.core.weights.transforms import WeightTransform, to_halves
+    from tpuport.patches import valid_tokens
     from tpuport.patches.diffusers import diffusers_patch
 
 _LATER = {
@@ -41,8 +42,10 @@ _LATER = {
     "joint_sequence": "tpuport.core.layers",
     "parameters": "tpuport.core.layers.text_and_video",
     "refuse_kwargs": "tpuport.core.layers.text_and_video",
+    "text_and_video": "tpuport.core.layers",
     "to_halves": "tpuport.core.weights.transforms",
     "token_norms": "tpuport.core.layers",
+    "valid_tokens": "tpuport.patches",
 }
 """Name -> the module that has it, which needs torch or jax."""
 
@@ -64,8 +67,10 @@ __all__ = [
     "joint_sequence",
     "parameters",
     "refuse_kwargs",
+    "text_and_video",
     "to_halves",
     "token_norms",
+    "valid_tokens",
 ]
 
 

@@ -12,7 +12,7 @@ import typer
 from tpuport.cli.asked.environment import looking, prepare, prepare_topology
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.checked import MESH, Checked, check
+from tpuport.cli.runs.checked import MESHES, Checked, check
 from tpuport.cli.runs.new_package import new_package
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Devices, and compiles for CPUs in half the time. For TPUs nothing changes.
 _FLAGS = (
-    f"--xla_force_host_platform_device_count={MESH.size}",
+    f"--xla_force_host_platform_device_count={max(mesh.size for mesh in MESHES)}",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 )

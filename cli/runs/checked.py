@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tpuport.core.plan.source_scan import Finding
 
 #: The meshes that a pipeline is tried on; the last if a plugin has a layout for tp.
-_MESHES = (MeshSpec(), MeshSpec(dp=2, sp=2), MeshSpec(sp=2, tp=2))
+MESHES = (MeshSpec(), MeshSpec(dp=2, sp=2), MeshSpec(sp=2, tp=2))
 #: What a small pipeline is asked for.
 _SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
 #: Bytes of weights of a folder that is run as it is.
@@ -235,7 +235,7 @@ def compare(
     found: list[Compared] = []
     plugin = plugin_for(folder.class_name)
     laid_out = plugin is not None and any(m.layout for m in plugin.modules.values())
-    for mesh in _MESHES if laid_out else _MESHES[:-1]:
+    for mesh in MESHES if laid_out else MESHES[:-1]:
         if mesh.size > len(jax.devices()):
             reporter.say(f"mesh {mesh}: not tried, this process has too few devices")
             continue
