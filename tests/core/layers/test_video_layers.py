@@ -21,12 +21,13 @@ from tpuport.core.layers.video_layers import (
     modulation_maps,
     pointwise,
 )
-from tpuport.core.mesh import spatial_split
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.kernels.convolution.conv_sides import outer_columns
 
 OPTIONS = {"vmem_limit": 2**26, "interpret": True}
+#: By whether devices share rows, and columns.
+KINDS = {(True, False): "rows", (False, True): "columns", (True, True): "both"}
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] == 1])
@@ -57,26 +58,19 @@ def test_what_lies_around_comes_with_corners(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "size", "copied"),
+    ("size", "devices", "copied"),
     [
-        ((1, 8), (3, 16), False),
-        ((8, 1), (16, 3), False),
-        ((2, 4), (4, 12), False),
+        ((3, 16), "columns", False),
+        ((16, 3), "rows", False),
+        ((24, 16), "both", False),
         # Beside phantoms the outermost column would have to be repeated.
-        ((2, 4), (3, 11), True),
-        (None, (3, 4), False),
+        ((3, 11), "columns", True),
+        ((3, 4), "one", False),
     ],
 )
 def test_a_convolution_repeats_the_edges_of_the_picture(
-    parts: tuple[int, int] | None,
-    size: tuple[int, int],
-    copied: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int], devices: str, copied: bool
 ) -> None:
-    if parts is not None:
-        rows, columns = parts
-        one = spatial_split.SpatialSplit(videos=1, rows=rows, columns=columns)
-        monkeypatch.setattr(spatial_split, "choose_split", lambda *sizes: one)
     x, rng = pixels((1, 2, *size)), np.random.default_rng(1)
     spread = np.linspace(0.5, 1, 128, dtype=np.float32)
     kernel = (rng.normal(size=(128, 128, 3, 3, 3)) / 60).astype(np.float32)
@@ -84,6 +78,8 @@ def test_a_convolution_repeats_the_edges_of_the_picture(
 
     def run(space: Any, x: Any) -> dict[str, Any]:
         context = OpContext(mesh=None, platform="tpu", space=space, records=[])
+        if space is not None:
+            assert devices == KINDS[space.rows.parts > 1, space.columns.parts > 1]
         video = x[..., None] * spread
         weights = jnp.asarray(kernel), jnp.asarray(bias)
         out = convolve(context, video, -video, *weights, video, border="edge")
@@ -101,8 +97,9 @@ def test_a_convolution_repeats_the_edges_of_the_picture(
         dimension_numbers=("NTYXC", "OITYX", "NTYXC"),
         precision="highest",
     )
-    found = (run(None, x) if parts is None else split(run, x, "picture"))["picture"]
-    error = np.abs(found - (wanted + bias) @ colours).max()
+    one = devices == "one"
+    found = run(None, jnp.asarray(x)) if one else split(run, x, "picture")
+    error = np.abs(found["picture"] - (wanted + bias) @ colours).max()
     assert error <= TOLERANCES["module float32"]
 
 

@@ -64,7 +64,8 @@ def test_memory_of_chunks_is_that_of_one() -> None:
         (program,) = entry.programs
         return max(math.prod(shape) for shape in arrays_in(program.traced.jaxpr))
 
-    assert largest(3) == largest(6)
+    video = 3 * (6 * FRAMES * 4) * 32 * 32
+    assert largest(6) == max(largest(3), video)
 
 
 @pytest.mark.parametrize("name", ["15 small", "13b small"])

@@ -110,7 +110,7 @@ def _enlarge(original: Callable[..., Any]) -> Callable[..., Any]:
         if times == 2:
             lead = h[:, :copies]
             kept = lead.reshape(*lead.shape[:4], 4, 2, each)[..., 0, :]
-            kept = jnp.stack([kept, kept], axis=4).reshape(lead.shape)
+            kept = jnp.concatenate([kept, kept], axis=4).reshape(lead.shape)
             lead = jnp.where(first, kept, lead)
             h = jnp.concatenate([lead, h[:, copies:]], axis=1)
         h = jnp.transpose(h, (0, 1, 4, 2, 5, 3, 6, 7))
