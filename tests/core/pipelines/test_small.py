@@ -8,16 +8,18 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.pipelines.example import all_examples, made, saved
 from tpuport.core.drive.rehearsal import without_weights
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.pipelines.small import as_text, of_class, of_folder, small
-from tpuport.core.pipelines.stand_in import write_configs
+from tpuport.core.pipelines.stand_in import write_configs, write_random
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of
 from tpuport.errors import UsageError
 
+LTX = Path(__file__).parents[3] / "docs/example/ltx_small.json"
 NAMES = (
     "WanPipeline",
     "LTXPipeline",
@@ -40,6 +42,15 @@ def test_a_class_name_is_enough(name: str, tmp_path: Path) -> None:
     sizes = [p.numel() for m in modules_of(pipeline).values() for p in m.parameters()]
     assert sum(sizes) < 100e6
     assert json.loads(as_text(configs)) == configs
+
+
+def test_no_weight_hides_what_a_port_does_with_it(tmp_path: Path) -> None:
+    """Ones of a norm hide that the norm is turned wrongly, zeros all before them."""
+    write_random(tmp_path, json.loads(LTX.read_text()))
+    weights = load_file(next((tmp_path / "transformer").glob("*.safetensors")))
+    norms = [name for name in weights if "norm" in name]
+    assert norms
+    assert [n for n, w in weights.items() if w.numel() > 1 and w.std() == 0] == []
 
 
 def test_a_folder_has_the_configs_of_its_components(tmp_path: Path) -> None:
