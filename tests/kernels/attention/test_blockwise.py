@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -67,10 +68,10 @@ def test_the_search_for_score_matrices_finds_them() -> None:
 
 def test_tiles_stay_below_the_limit() -> None:
     def sizes(shape: tuple[int, ...]) -> int:
-        return shape[1] * shape[2] * shape[3] * shape[4] if len(shape) == 5 else 0
+        return math.prod(shape)
 
     shapes = long_shapes(blockwise_attention, None)
-    blocks = {s for s in shapes if len(s) == 5 and s[4] not in (1, 64)}
+    blocks = {s for s in shapes if len(s) == 2 and s[1] not in (1, 64)}
     assert blocks
     assert max(map(sizes, blocks)) <= MAX_TILE_SCORES
 
@@ -87,10 +88,9 @@ def test_default_tiles_cover_and_waste_little(
     k = jax.ShapeDtypeStruct((1, kv_heads, kv_len, 64), jnp.float32)
     problem = describe(q, k, k)
     tiling = default_tiling(problem)
-    assert kv_heads % tiling.heads == 0
     assert tiling.block_q <= MAX_BLOCK_Q
     assert tiling.block_kv <= MAX_BLOCK_KV
-    scores = tiling.heads * problem.groups * tiling.block_q * tiling.block_kv
+    scores = problem.groups * tiling.block_q * tiling.block_kv
     assert scores <= max(MAX_TILE_SCORES, problem.groups * tiling.block_kv)
     for length, block in ((q_len, tiling.block_q), (kv_len, tiling.block_kv)):
         count = -(-length // block)
@@ -100,10 +100,10 @@ def test_default_tiles_cover_and_waste_little(
 @pytest.mark.parametrize(
     "tiling",
     [
-        Tiling(heads=1, block_q=1, block_kv=1),
-        Tiling(heads=2, block_q=7, block_kv=11),
-        Tiling(heads=4, block_q=20, block_kv=21),
-        Tiling(heads=4, block_q=999, block_kv=999),
+        Tiling(block_q=1, block_kv=1),
+        Tiling(block_q=7, block_kv=11),
+        Tiling(block_q=20, block_kv=21),
+        Tiling(block_q=999, block_kv=999),
     ],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -121,11 +121,8 @@ def test_the_result_does_not_depend_on_the_tiling(
 
 
 def test_a_tiling_that_does_not_fit_is_refused() -> None:
-    arrays = map(jnp.asarray, inputs(Case(q_len=5, kv_len=5, heads=3, kv_heads=3))[0])
-    with pytest.raises(ValueError, match="2 heads does not divide 3"):
-        blockwise_attention(*arrays, tiling=Tiling(heads=2, block_q=5, block_kv=5))
     with pytest.raises(ValueError, match="block_q=0"):
-        Tiling(heads=1, block_q=0, block_kv=5)
+        Tiling(block_q=0, block_kv=5)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
@@ -147,7 +144,7 @@ def test_blocks_without_allowed_keys_are_not_computed(
     # Weight 0 times NaN is NaN: had a block beyond key 400 been multiplied, it would
     # show in these rows.
     (q, k, v), _ = inputs(Case(q_len=1000, kv_len=1000, batch=1))
-    tiling = Tiling(heads=1, block_q=100, block_kv=200)
+    tiling = Tiling(block_q=100, block_kv=200)
     poisoned = v.copy()
     poisoned[:, :, 400:] = np.nan
     got = np.asarray(

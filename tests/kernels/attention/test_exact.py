@@ -27,7 +27,7 @@ from tpuport.kernels.attention.splash import SplashBlocks, splash_attention
 Attention = Callable[..., jax.Array]
 
 # Small blocks, so that short inputs run over several of them, the last one partial.
-SMALL = Tiling(heads=1, block_q=64, block_kv=96)
+SMALL = Tiling(block_q=64, block_kv=96)
 BLOCKS = SplashBlocks(q=128, kv=256, kv_compute=128)
 
 MASKING: dict[str, Attention] = {
