@@ -1,15 +1,14 @@
-"""The decoder of HunyuanVideo-1.5's autoencoder, some latent frames at a time.
+"""The decoder of HunyuanVideo-1.5's autoencoder, one latent frame at a time.
 
 Behind the middle block all looks back in time only: convolutions at the two frames
 before. There a loop within the program decodes chunk by chunk, and each convolution
 keeps the last two frames of its input for the next chunk. So the memory of a decode
 does not grow with the video, besides the video itself.
 
-One body serves all chunks. In front of the first latent frame stand copies of it, as
-many as fill the first chunk. Upstream repeats the first frame in front of every
-convolution, so a copy becomes what the first frame becomes; in enlarging, too, where
-the first frame makes one frame and here two copies of that one. All copies are cut off
-the video.
+One body serves all chunks. Of the first latent frame upstream makes one frame, of every
+other as many as the body makes; the body makes copies of that one. Upstream repeats the
+first frame in front of every convolution, so copies in front of it change nothing. They
+are cut off the video.
 
 Legend: B videos, C channels, T frames, Y rows, X columns; tensors are [B, C, T, Y, X].
 """
@@ -29,8 +28,6 @@ import torch
 from tpuport.core.tracing.context import current
 from tpuport.patches.diffusers import diffusers_patch
 
-#: Latent frames of a chunk. Each convolution keeps two frames, so at least two.
-FRAMES = 2
 _TIME = 2
 
 
@@ -42,14 +39,11 @@ class Chunk:
         first: whether it is the video's first one; a boolean of the traced program.
         before: what each convolution kept, in the order in which they run; ``None``
             while only shapes are asked for.
-        copies: frames in front of the first chunk that are the first one, itself
-            included, at the present resolution.
         after: what each convolution keeps.
     """
 
     first: Any
     before: Iterator[jax.Array] | None
-    copies: int
     after: list[jax.Array] = field(default_factory=list)
 
     def frames_before(self, x: jax.Array, count: int) -> jax.Array:
@@ -61,7 +55,8 @@ class Chunk:
         before = jnp.repeat(x[:, :1], count, axis=1)
         if self.before is not None:
             before = jnp.where(self.first, before, next(self.before))
-        self.after.append(x[:, -count:])
+        kept = x if x.shape[1] >= count else jnp.concatenate([before, x], axis=1)
+        self.after.append(kept[:, -count:])
         return before
 
 
@@ -89,16 +84,13 @@ def _decoder(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         frames = hidden_states.shape[_TIME]
-        if frames <= FRAMES:
+        if frames == 1:
             return original(self, hidden_states)
         repeated = hidden_states.repeat_interleave(repeats=self.repeat, dim=1)
         x = self.mid_block(self.conv_in(hidden_states) + repeated)
-        copies = -frames % FRAMES
-        x = torch.cat([x[:, :, :1]] * copies + [x], dim=_TIME)
-        video = _by_chunks(lambda x: _enlarged(self, x), x, 1 + copies)
-        # Of the last frame come as many as of every other but the first.
-        each = video.shape[_TIME] // x.shape[_TIME]
-        return video[:, :, (1 + copies) * each - 1 :]
+        video = _by_chunks(lambda x: _enlarged(self, x), x)
+        # The first chunk made copies of the first frame.
+        return video[:, :, video.shape[_TIME] // frames - 1 :]
 
     return forward
 
@@ -111,21 +103,18 @@ def _enlarged(decoder: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _by_chunks(
-    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, copies: int
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """``run`` of a video whose first ``copies`` frames are the same one."""
+    """``run`` of one frame after the other."""
     active = current()
-    array = active.arrays(x)
-    batch, channels, frames, *picture = array.shape
-    parts = array.reshape(batch, channels, frames // FRAMES, FRAMES, *picture)
-    parts = jnp.moveaxis(parts, 2, 0)
+    parts = jnp.moveaxis(active.arrays(x)[:, :, None], 3, 0)
 
     def step(
         before: list[jax.Array] | None, given: tuple[Any, jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
         number, part = given
         kept = None if before is None else iter(before)
-        chunk = Chunk(first=number == 0, before=kept, copies=copies)
+        chunk = Chunk(first=number == 0, before=kept)
         with _within(chunk):
             out = active.arrays(run(active.tensors(part)))
         return chunk.after, out

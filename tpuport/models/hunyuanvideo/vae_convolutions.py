@@ -88,31 +88,18 @@ def _enlarge(original: Callable[..., Any]) -> Callable[..., Any]:
         made = self.conv.conv.out_channels
         each = made // (4 * times)
         sources = jnp.arange(made) // self.repeats
-        first, copies = None, 0
-        if times == 2:
-            assert chunk is not None
-            first, copies = chunk.first, chunk.copies
-            chunk.copies *= 2
+        if chunk is not None and times == 2:
             # Of two times each pixel's channels, of which the second half is let go.
             pixel, channel = jnp.divmod(jnp.arange(made), 2 * each)
             once = jnp.minimum(channel, each - 1) // (self.repeats // 2)
-            once = jnp.where(first, pixel * (channels // 4) + once, sources)
-            parts = [
-                _taken(given[:, :copies], once),
-                _taken(given[:, copies:], sources),
-            ]
-            shortcut = jnp.concatenate(parts, axis=1)
-        else:
-            shortcut = _taken(given, sources)
-        residual = active.tensors(jnp.moveaxis(shortcut, -1, 1))
-        h = jnp.moveaxis(active.arrays(_convolved(self.conv, x, residual)), 1, -1)
+            sources = jnp.where(chunk.first, pixel * (channels // 4) + once, sources)
+        shortcut = active.tensors(jnp.moveaxis(_taken(given, sources), -1, 1))
+        h = jnp.moveaxis(active.arrays(_convolved(self.conv, x, shortcut)), 1, -1)
         h = h.reshape(batch, frames, rows, columns, times, 2, 2, each)
-        if times == 2:
-            lead = h[:, :copies]
-            kept = lead.reshape(*lead.shape[:4], 4, 2, each)[..., 0, :]
-            kept = jnp.concatenate([kept, kept], axis=4).reshape(lead.shape)
-            lead = jnp.where(first, kept, lead)
-            h = jnp.concatenate([lead, h[:, copies:]], axis=1)
+        if chunk is not None and times == 2:
+            kept = h.reshape(*h.shape[:4], 4, 2, each)[..., 0, :]
+            twice = jnp.concatenate([kept, kept], axis=4).reshape(h.shape)
+            h = jnp.where(chunk.first, twice, h)
         h = jnp.transpose(h, (0, 1, 4, 2, 5, 3, 6, 7))
         h = h.reshape(batch, frames * times, 2 * rows, 2 * columns, each)
         out: torch.Tensor = active.tensors(jnp.moveaxis(h, -1, 1))
