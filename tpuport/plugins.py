@@ -43,8 +43,14 @@ class Plugin:
 
     @property
     def sources(self) -> list[Path]:
-        """The files of the module's package; of a module by itself, its file."""
-        top = importlib.import_module(self.module.partition(":")[0].partition(".")[0])
+        """The files of the package of a plugin that is not tpuport's own.
+
+        Of a module by itself, its file.
+        """
+        name = self.module.partition(":")[0].partition(".")[0]
+        if name == "tpuport":
+            return []
+        top = importlib.import_module(name)
         if not hasattr(top, "__path__"):
             return [self.file]
         return sorted(f for place in top.__path__ for f in Path(place).rglob("*.py"))
@@ -116,12 +122,17 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
             f"{where} handed over {kinds or 'nothing'} from tpuport_model; one "
             "ModelPlugin is expected"
         )
-    return Plugin(
+    plugin = Plugin(
         name=entry_point.name,
         package=package,
         module=entry_point.value,
         model=found[0],
     )
+    for name, one in plugin.model.variants.items():
+        file = plugin.file.parent / one.configs
+        if one.configs and not file.is_file():
+            raise PluginError(f"{where}: variants[{name!r}]: there is no file {file}")
+    return plugin
 
 
 @cache

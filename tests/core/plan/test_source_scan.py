@@ -7,7 +7,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from tpuport.core.plan.source_scan import by_kind, scan, sources_in
+from tpuport.core.plan.source_scan import UNREAD, by_kind, scan, sources_in
 from tpuport.errors import UsageError
 
 MODULE = """
@@ -17,6 +17,9 @@ import torch.nn as nn
 from flash_attn import flash_attn_func
 from torch.utils.cpp_extension import load_inline
 from typing import Optional
+from torch.cuda.amp import autocast  # torch.cuda
+
+kernels = torch.ops.mine
 
 
 def helper(x, mask):
@@ -42,6 +45,23 @@ class Block(nn.Module):
         z = torch.ops.mine.kernel(x)  # an operator of its own
         both = torch.where(mask, x, y)
         x[:, :4] = y
+        with autocast():  # torch.cuda
+            x = x[(x > 0) & (x < 1)]  # boolean indexing
+        positive = x > 0
+        y = x[positive], x[torch.isnan(x)]  # boolean indexing
+        y = x[self.keep_mask]  # boolean indexing
+        positive = 3
+        y = x[positive]
+        z = kernels.other(x)  # an operator of its own
+        y = torch.zeros(1, device=f"cuda:{0}")  # a CUDA device by name
+        n = float(x.max())  # values as a number
+        assert x.max() < 1  # Python that depends on values
+        n = 1 if x.max() > 0 else 2  # Python that depends on values
+        n = (
+            x.mean()
+            .abs()
+            .item()  # values as a number
+        )
         return torch.ops.aten.add(x, x[..., 0])
 
 
@@ -75,13 +95,18 @@ def test_each_kind_is_found_where_it_is(tmp_path: Path) -> None:
     assert by_kind(found)["a shape that depends on values"] == 2
 
 
-def test_the_patch_of_a_function_covers_what_is_in_it() -> None:
+def test_the_patch_of_a_function_covers_what_is_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     models = Path(diffusers.__file__).parent / "models"
     file = models / "transformers/transformer_hunyuan_video15.py"
     module = "diffusers.models.transformers.transformer_hunyuan_video15"
     target = f"{module}:HunyuanVideo15Transformer3DModel.forward"
     found = scan(file, {target: "ours", f"{module}:Other.forward": "other"})
     assert {one.patch for one in found} == {"ours"}
+    monkeypatch.chdir(file.parent)
+    here = scan(Path(file.name), {target: "ours"})
+    assert {one.patch for one in here} == {"ours"}
     assert {one.patch for one in scan(file, {target.replace("15:", "16:"): "x"})} == {
         ""
     }
@@ -100,7 +125,24 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         sources_in(tmp_path / "none")
     with pytest.raises(UsageError, match="no Python file"):
         sources_in(tmp_path)
-    file = tmp_path / "bad.py"
-    file.write_text("def (")
-    with pytest.raises(UsageError, match=r"bad\.py: is no Python source"):
-        scan(file, {})
+    book = tmp_path / "book.ipynb"
+    book.write_text("{}")
+    with pytest.raises(UsageError, match=r"book\.ipynb: is no Python file"):
+        sources_in(book)
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        (b"def (", {UNREAD}),
+        (b"print 'x'", {UNREAD}),
+        ("\ufeffx.cuda()".encode(), {".cuda()"}),
+        ("# coding: latin-1\nx.cuda()  # \u00e9".encode("latin-1"), {".cuda()"}),
+    ],
+)
+def test_sources_are_read_as_python_reads_them(
+    tmp_path: Path, source: bytes, kinds: set[str]
+) -> None:
+    file = tmp_path / "source.py"
+    file.write_bytes(source)
+    assert {one.kind for one in scan(file, {})} == kinds

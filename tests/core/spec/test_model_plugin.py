@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import diffusers
 import pytest
 
 from tests.pipelines.example import all_examples, made
@@ -51,6 +53,11 @@ def install(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
             "you mean transformer?",
         ),
         (
+            {"modules": {"text_encoder": Module(split="space")}},
+            PluginError,
+            "plugin mine: modules['text_encoder']: split='space' is for an autoencoder",
+        ),
+        (
             {"modules": {"transformer": Module(layout=TYPO)}},
             ShardingError,
             r"plugin mine: module transformer: layout pattern 'to_x\\.weight' matches "
@@ -63,7 +70,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
             "diffusers.models.normalization:RMSNorm.forwards does not exist",
         ),
     ],
-    ids=["claim", "module", "pattern", "patch"],
+    ids=["claim", "module", "split", "pattern", "patch"],
 )
 def test_what_upstream_has_not_is_refused_when_a_pipeline_is_ported(
     pipeline: Any,
@@ -77,6 +84,39 @@ def test_what_upstream_has_not_is_refused_when_a_pipeline_is_ported(
         api.port(pipeline, progress=False)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("declare", "said"),
+    [
+        (lambda: replace(PLUGIN, claims=()), "claims no pipeline class"),
+        (lambda: replace(PLUGIN, claims=5), 'claim 5 is not "package:Class"'),
+        (lambda: replace(PLUGIN, patches=5), "patches=5 is not a tuple of Patch"),
+        (lambda: replace(PLUGIN, patches=("a",)), "is not a tuple of Patch"),
+        (lambda: replace(PLUGIN, overrides=("a",)), "is not a tuple of OpOverride"),
+        (lambda: replace(PLUGIN, variants={"a": "hub/id"}), "is no Published"),
+        (lambda: replace(PLUGIN, variants=["a"]), "variants is no dict by name"),
+        (lambda: replace(PLUGIN, modules={"vae": 5}), "is no Module"),
+        (lambda: replace(PLUGIN, suits=5), "suits is no function"),
+        (lambda: Module(native=5), "native=5 is not a NativeForm"),  # type: ignore[arg-type]
+        (lambda: Module(forms={"a": 5}), "and no NativeForm"),  # type: ignore[dict-item]
+        (lambda: Module(layout={"a": ("zz",)}), "a mesh has no axis 'zz'"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_when_it_is_declared(
+    declare: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises((PluginError, ShardingError), match=said):
+        declare()
+
+
+def test_claims_may_be_classes() -> None:
+    claimed = replace(PLUGIN, claims=(diffusers.LTXPipeline, "diffusers:WanPipeline"))
+    claimed.check()
+    assert claimed.pipelines == ("LTXPipeline", "WanPipeline")
+    assert replace(PLUGIN, claims=diffusers.LTXPipeline).pipelines == ("LTXPipeline",)
+    with pytest.raises(PluginError, match="AutoencoderKL', which is no pipeline"):
+        replace(PLUGIN, claims="diffusers:AutoencoderKL").check()
 
 
 def test_a_native_form_may_be_a_function_that_makes_it() -> None:

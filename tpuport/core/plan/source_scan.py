@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,7 @@ _KERNELS = {
     "bitsandbytes": "load the weights in bfloat16",
     "deepspeed": "leave it out: the mesh splits the work",
 }
-_TO_BUILD = {"load_inline", "CUDAExtension", "CppExtension", "custom_op"}
+_TO_BUILD = {"load", "load_inline", "CUDAExtension", "CppExtension", "custom_op"}
 #: Methods that hand a tensor's values to Python.
 _VALUES = {
     "item": "a number",
@@ -49,7 +50,12 @@ _SHAPED_BY_VALUES = {
 _REDUCTIONS = {"any", "all", "sum", "max", "min", "mean", "equal", "allclose"}
 _TYPES = {"Optional", "Union", "List", "Dict", "Tuple", "list", "dict", "tuple", "type"}
 _MASKS = ("mask", "valid", "keep", "selected")
+#: Functions and methods whose result is a mask.
+_MAKE_MASKS = {"bool", "isnan", "isinf", "isfinite", "isclose", "isin"}
+_MAKE_MASKS |= {"gt", "ge", "lt", "le", "eq", "ne", "greater", "less", "not_equal"}
+_MAKE_MASKS |= {f"logical_{name}" for name in ("and", "or", "xor", "not")}
 _DISTRIBUTED = "torch.distributed", "leave it out: the mesh splits the work"
+_CUDA = "torch.cuda", "leave it out, or ask for it on CUDA alone"
 _OWN = "an operator of its own"
 
 
@@ -83,9 +89,11 @@ def sources_in(path: Path) -> list[Path]:
     """The Python files of a file or a folder, hidden folders left out.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or the file is another.
     """
     if path.is_file():
+        if path.suffix not in (".py", ".pyi", ".pyw"):
+            raise UsageError(f"{path}: is no Python file, by its name")
         return [path]
     if not path.is_dir():
         raise UsageError(f"{path}: does not exist; name a Python file or a folder")
@@ -99,28 +107,38 @@ def sources_in(path: Path) -> list[Path]:
     return found
 
 
+UNREAD = "not read: no source of Python 3"
+"""The kind of the one finding of a file that is none."""
+
+
 def scan(file: Path, patches: Mapping[str, str]) -> list[Finding]:
-    """What in a file does not port.
+    """What in a file does not port; of a file that is no Python 3, :data:`UNREAD`.
 
     Args:
         patches: ``"package.module:Class.attr"`` -> the name of the patch.
-
-    Raises:
-        UsageError: it is no Python.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        with tokenize.open(file) as source:
+            text = source.read()
         tree = ast.parse(text)
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
-        raise UsageError(f"{file}: is no Python source ({error})") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        return [Finding(file, line, UNREAD, str(error), "look at it by hand", "")]
     lines = text.splitlines()
     found = {}
     for node, kind, remedy, within in _Reader().read(tree):
-        code = lines[node.lineno - 1].strip()
-        patch = _covering(file, within, patches)
-        key = (node.lineno, kind)
-        found[key] = Finding(file, node.lineno, kind, code, remedy, within, patch)
+        line = _line_of(node)
+        patch = _covering(file.resolve(), within, patches)
+        code = lines[line - 1].strip()
+        found[line, kind] = Finding(file, line, kind, code, remedy, within, patch)
     return sorted(found.values(), key=lambda one: one.line)
+
+
+def _line_of(node: ast.expr | ast.stmt) -> int:
+    """The line of a node; of a method's call, that of the method's name."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.end_lineno or node.lineno
+    return node.lineno
 
 
 def _covering(file: Path, within: str, patches: Mapping[str, str]) -> str:
@@ -139,9 +157,14 @@ _Found = tuple[ast.expr | ast.stmt, str, str, str]
 
 @dataclass
 class _Reader:
-    """Reads a tree; knows the function that it is in."""
+    """Reads a tree; knows the function that it is in.
+
+    ``names`` has what a name stands for, ``masks`` (function, name) of those that a
+    mask was assigned to.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
+    masks: set[tuple[str, str]] = field(default_factory=set)
 
     def read(
         self, node: ast.AST, path: tuple[str, ...] = (), *, traced: bool = False
@@ -155,13 +178,25 @@ class _Reader:
                 # A function by itself may be called by a forward.
                 traces = (traced and child.name != "__init__") or not path
             within = ".".join(inner)
+            if isinstance(child, ast.Assign):
+                self._assigned(child, within)
             if isinstance(child, ast.expr | ast.stmt):
-                for kind, remedy in self._of(child, traced=traces):
+                for kind, remedy in self._of(child, within, traced=traces):
                     yield child, kind, remedy, within
             yield from self.read(child, inner, traced=traces)
 
+    def _assigned(self, node: ast.Assign, within: str) -> None:
+        names = [one.id for one in node.targets if isinstance(one, ast.Name)]
+        for name in names:
+            self.masks.discard((within, name))
+            if self._is_mask(node.value, within):
+                self.masks.add((within, name))
+            full = self._full(node.value)
+            if full.startswith("torch."):
+                self.names[name] = full
+
     def _of(
-        self, node: ast.expr | ast.stmt, *, traced: bool
+        self, node: ast.expr | ast.stmt, within: str, *, traced: bool
     ) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from self._imported(node)
@@ -169,10 +204,10 @@ class _Reader:
             yield from self._called(node, traced=traced)
         elif isinstance(node, ast.Attribute):
             if self._full(node).startswith("torch.cuda."):
-                yield "torch.cuda", "leave it out, or ask for it on CUDA alone"
+                yield _CUDA
         elif isinstance(node, ast.Subscript) and traced:
-            yield from _indexed(node)
-        elif isinstance(node, ast.If | ast.While) and traced and _asks(node.test):
+            yield from self._indexed(node, within)
+        elif traced and _asks(_test_of(node)):
             yield (
                 "Python that depends on values",
                 "use torch.where, or hand the answer in as an argument",
@@ -193,6 +228,8 @@ class _Reader:
                 yield "an extension in C++ or CUDA", "write the kernel in Pallas"
             if f"{full}.".startswith("torch.distributed."):
                 yield _DISTRIBUTED
+            if module and f"{full}.".startswith("torch.cuda."):
+                yield _CUDA
 
     def _called(self, node: ast.Call, *, traced: bool) -> Iterator[tuple[str, str]]:
         full = self._full(node.func)
@@ -201,6 +238,9 @@ class _Reader:
         words = [a.value for a in node.args if isinstance(a, ast.Constant)]
         values = [k.value for k in node.keywords]
         words += [v.value for v in values if isinstance(v, ast.Constant)]
+        for text in (*node.args, *values):
+            if isinstance(text, ast.JoinedStr) and text.values:
+                words.append(getattr(text.values[0], "value", ""))
         if method and name == "cuda":
             yield ".cuda()", "leave it out: tpuport places tensors"
         elif any(isinstance(w, str) and w.split(":")[0] == "cuda" for w in words):
@@ -211,8 +251,12 @@ class _Reader:
             yield _OWN, "write the kernel in Pallas, or patch the call"
         if full.startswith("torch.distributed."):
             yield _DISTRIBUTED
+        if full.startswith("torch.cuda.") and not method:
+            yield _CUDA
         if not traced:
             return
+        if full in ("bool", "float", "int") and any(map(_asks, node.args)):
+            yield "values as a number", "keep the tensor"
         if method and name in _VALUES and not node.args:
             yield (
                 f"values as {_VALUES[name]}",
@@ -224,6 +268,36 @@ class _Reader:
             yield "a shape that depends on values", "give torch.where three arguments"
         if name == "masked_scatter_" or (name == "index_put_" and method):
             yield "a write by index, in place", "use torch.where or scatter"
+
+    def _indexed(self, node: ast.Subscript, within: str) -> Iterator[tuple[str, str]]:
+        if isinstance(node.value, ast.Name) and node.value.id in _TYPES:
+            return  # an annotation
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if not any(self._is_mask(part, within) for part in parts):
+            return
+        if isinstance(node.ctx, ast.Store):
+            yield "a write by a mask, in place", "use torch.where"
+        else:
+            yield "boolean indexing", "use torch.where with a mask of full size"
+
+    def _is_mask(self, node: ast.expr, within: str) -> bool:
+        if isinstance(node, ast.Compare):
+            tests = (ast.Gt, ast.GtE, ast.Lt, ast.LtE, ast.Eq, ast.NotEq)
+            return any(isinstance(op, tests) for op in node.ops)
+        if isinstance(node, ast.UnaryOp):
+            return isinstance(node.op, ast.Invert)
+        if isinstance(node, ast.BinOp):
+            both = isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
+            sides = (node.left, node.right)
+            return both and any(self._is_mask(one, within) for one in sides)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return node.func.attr in _MAKE_MASKS
+        if isinstance(node, ast.Attribute):
+            return any(word in node.attr.lower() for word in _MASKS)
+        if not isinstance(node, ast.Name):
+            return False
+        named = any(word in node.id.lower() for word in _MASKS)
+        return named or (within, node.id) in self.masks
 
     def _full(self, node: ast.AST) -> str:
         """``torch.cuda.synchronize`` of an expression; imported names in full."""
@@ -243,32 +317,16 @@ def _is_module(node: ast.ClassDef) -> bool:
     return "forward" in methods or named or (processor and "__call__" in methods)
 
 
-def _indexed(node: ast.Subscript) -> Iterator[tuple[str, str]]:
-    if isinstance(node.value, ast.Name) and node.value.id in _TYPES:
-        return  # an annotation
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if not any(map(_is_mask, parts)):
-        return
-    if isinstance(node.ctx, ast.Store):
-        yield "a write by a mask, in place", "use torch.where"
-    else:
-        yield "boolean indexing", "use torch.where with a mask of full size"
+def _test_of(node: ast.expr | ast.stmt) -> ast.expr | None:
+    """What a node asks to go on by it."""
+    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+        return node.test
+    return None
 
 
-def _is_mask(node: ast.expr) -> bool:
-    if isinstance(node, ast.Compare):
-        tests = (ast.Gt, ast.GtE, ast.Lt, ast.LtE, ast.Eq, ast.NotEq)
-        return any(isinstance(op, tests) for op in node.ops)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return True
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr == "bool"
-    return isinstance(node, ast.Name) and any(w in node.id.lower() for w in _MASKS)
-
-
-def _asks(test: ast.expr) -> bool:
+def _asks(test: ast.expr | None) -> bool:
     """Whether a condition reduces a tensor."""
-    return any(
+    return test is not None and any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in _REDUCTIONS

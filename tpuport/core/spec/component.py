@@ -47,10 +47,16 @@ class Named(Generic[T]):
     Args:
         default: of the field; without one the field must be given.
         made: a function is called without arguments, for the object.
+        kind: the name of the class of the object, or, where the default is a tuple, of
+            each one in it. Any object will do without.
+
+    Raises:
+        PluginError: an object of another class; an object that was given by itself is
+            looked at when the data class is made.
     """
 
-    def __init__(self, *default: T, made: bool = False) -> None:
-        self.default, self.made = default, made
+    def __init__(self, *default: T, made: bool = False, kind: str = "") -> None:
+        self.default, self.made, self.kind = default, made, kind
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -69,12 +75,27 @@ class Named(Generic[T]):
             value = import_named(value)
         if self.made and isinstance(value, FunctionType):
             value = _made(value)
+        self._check(value)
         vars(instance)[self.name] = value
         found: T = value
         return found
 
     def __set__(self, instance: object, value: T | str | Callable[[], T]) -> None:
+        if not isinstance(value, str | FunctionType):
+            self._check(value)
         vars(instance)[self.name] = value
+
+    def _check(self, value: Any) -> None:
+        if not self.kind or value in self.default:
+            return
+        several = isinstance(self.default[0], tuple)
+        found = value if several else (value,)
+        if not isinstance(found, tuple | list) or not all(map(self._is_one, found)):
+            wanted = f"a tuple of {self.kind}" if several else f"a {self.kind}"
+            raise PluginError(f"{self.name}={value!r} is not {wanted}")
+
+    def _is_one(self, value: Any) -> bool:
+        return self.kind in (cls.__name__ for cls in type(value).__mro__)
 
 
 def _made(function: Callable[[], Any]) -> Any:

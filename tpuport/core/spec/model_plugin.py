@@ -15,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.enums import Blocks
+from tpuport.core.enums import Blocks, denoises
+from tpuport.core.mesh.mesh_spec import AXES
 from tpuport.core.spec.component import TORCHAX, Named, NativeForm, import_named
 from tpuport.core.weights.sharding import (
     DEFAULT_LAYOUT,
@@ -25,6 +26,7 @@ from tpuport.core.weights.sharding import (
     Spec,
     UndividedError,
     plan_sharding,
+    spec_axes,
 )
 from tpuport.errors import (
     PluginError,
@@ -67,14 +69,14 @@ class Module:
             must be those of :mod:`tpuport.patches`, or patched.
 
     Raises:
-        ShardingError: a pattern is not a regex, or a spec not a tuple of axes.
-        PluginError: a layout has a name that tpuport gives itself, or there is no such
-            split.
+        ShardingError: a pattern is not a regex, or a spec not a tuple of mesh axes.
+        PluginError: a layout has a name that tpuport gives itself, there is no such
+            split, or a form is none.
     """
 
     layout: Layout = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
-    native: Named[NativeForm | None] = Named(None, made=True)
+    native: Named[NativeForm | None] = Named(None, made=True, kind="NativeForm")
     forms: Mapping[str, NativeForm | str] = field(default_factory=dict)
     split: str | None = None
 
@@ -85,8 +87,18 @@ class Module:
         for name in self.layouts:
             if name in (DEFAULT_LAYOUT, GATHERED):
                 raise PluginError(f"a layout may not be called {name!r}")
+        for name, form in self.forms.items():
+            if not isinstance(form, NativeForm | str):
+                raise PluginError(f"forms[{name!r}] is {form!r}, and no NativeForm")
         for layout in (self.layout, *self.layouts.values()):
             rules_of(layout)
+            for pattern, spec in layout.items():
+                for axis in (axis for entry in spec for axis in spec_axes(entry)):
+                    if axis not in AXES:
+                        raise ShardingError(
+                            f"layout pattern {pattern!r}: a mesh has no axis {axis!r}, "
+                            f"the axes are {', '.join(AXES)}"
+                        )
 
     def form(self, blocks: Blocks, name: str = TORCHAX) -> NativeForm | None:
         """The form in place with some blocks, or the one of a name."""
@@ -190,7 +202,8 @@ class ModelPlugin:
 
     Attributes:
         name: what ``--model`` takes.
-        claims: ``"package:Class"`` of the pipelines that the plugin is for.
+        claims: the pipeline classes that the plugin is for, one or several: each the
+            class, or ``"package:Class"``, which imports none.
         modules: what it knows of components, by name.
         patches: on upstream's code, while the pipeline's modules are traced; or the
             ``"package.module:name"`` of a tuple of them, or a function that makes one.
@@ -202,14 +215,14 @@ class ModelPlugin:
             takes the image or video that is given.
 
     Raises:
-        PluginError: a name or a claim is not one.
+        PluginError: a name or a claim is not one, or a field has another type.
     """
 
     name: str
-    claims: str | tuple[str, ...]
+    claims: str | type | tuple[str | type, ...]
     modules: Mapping[str, Module] = field(default_factory=dict)
-    patches: Named[tuple[Patch, ...]] = Named((), made=True)
-    overrides: Named[tuple[OpOverride, ...]] = Named((), made=True)
+    patches: Named[tuple[Patch, ...]] = Named((), made=True, kind="Patch")
+    overrides: Named[tuple[OpOverride, ...]] = Named((), made=True, kind="OpOverride")
     variants: Mapping[str, Published] = field(default_factory=dict)
     title: str = ""
     suits: Callable[[str, Mapping[str, Any]], bool] = lambda pipeline, config: True
@@ -221,17 +234,31 @@ class ModelPlugin:
                 "dots and dashes"
             )
         for claim in self._claims:
-            if not re.fullmatch(r"[\w.]+:\w+", claim):
+            if not re.fullmatch(r"[\w.]+:\w+", str(claim)):
                 raise PluginError(
                     f'plugin {self.name}: claim {claim!r} is not "package:Class"'
                 )
-        for name, module in self.modules.items():
-            if not isinstance(module, Module):
-                raise PluginError(f"plugin {self.name}: modules[{name!r}] is no Module")
+        if not self._claims:
+            raise PluginError(f"plugin {self.name}: claims no pipeline class")
+        for field_, kind in (("modules", Module), ("variants", Published)):
+            named = getattr(self, field_)
+            if not isinstance(named, Mapping):
+                raise PluginError(f"plugin {self.name}: {field_} is no dict by name")
+            for name, one in named.items():
+                if not isinstance(one, kind):
+                    raise PluginError(
+                        f"plugin {self.name}: {field_}[{name!r}] is no {kind.__name__}"
+                    )
+        if not callable(self.suits):
+            raise PluginError(f"plugin {self.name}: suits is no function")
 
     @property
     def _claims(self) -> tuple[str, ...]:
-        return (self.claims,) if isinstance(self.claims, str) else self.claims
+        given = self.claims if isinstance(self.claims, tuple | list) else (self.claims,)
+        return tuple(
+            f"{one.__module__}:{one.__qualname__}" if isinstance(one, type) else one
+            for one in given
+        )
 
     @property
     def pipelines(self) -> tuple[str, ...]:
@@ -308,22 +335,46 @@ class ModelPlugin:
         return name, self.variants[name]
 
     def check(self) -> None:
-        """Refuse claims and names of components that upstream has not.
+        """Refuse claims and names of components that upstream has not, and splits
+        in space of components without pictures.
 
         Raises:
             PluginError: which one.
         """
         self.check_claims()
-        components: set[str] = set()
-        for claim in self._claims:
-            components |= import_named(claim)._get_signature_types().keys()
-        for name in self.modules.keys() - components:
+        components = self._components()
+        for name, module in self.modules.items():
+            kinds = components.get(name, ())
+            texts = [one for one in kinds if one.__module__.startswith("transformers.")]
+            if module.split and kinds and (texts or denoises(name)):
+                raise PluginError(
+                    f"plugin {self.name}: modules[{name!r}]: split={module.split!r} is "
+                    "for an autoencoder; nothing of this module reads it"
+                )
+        for name in self.modules.keys() - components.keys():
             known = sorted(components)
             raise PluginError(
                 f"plugin {self.name}: modules[{name!r}] is no component of "
                 f"{' or '.join(self.pipelines)}; "
                 + did_you_mean(name, known, f"there are {', '.join(known)}")
             )
+
+    def _components(self) -> dict[str, tuple[type, ...]]:
+        """The classes of each component of the claimed pipelines.
+
+        Raises:
+            PluginError: a claimed class is no pipeline.
+        """
+        found: dict[str, tuple[type, ...]] = {}
+        for claim in self._claims:
+            pipeline = import_named(claim)
+            if not hasattr(pipeline, "_get_signature_types"):
+                raise PluginError(
+                    f"plugin {self.name}: claims {claim!r}, which is no pipeline class"
+                )
+            for name, kinds in pipeline._get_signature_types().items():
+                found[name] = (*found.get(name, ()), *kinds)
+        return found
 
     def check_claims(self) -> None:
         """Refuse a claim on a class that does not exist; imports no pipeline.
@@ -363,9 +414,7 @@ class ModelPlugin:
     def component_of(self, kind: type) -> str | None:
         """The component that is of a class, or of one above, in a claimed pipeline."""
         names = {cls.__name__ for cls in kind.__mro__}
-        for claim in self._claims:
-            pipeline = import_named(claim)
-            for name, types in pipeline._get_signature_types().items():
-                if name in self.modules and names & {one.__name__ for one in types}:
-                    return name
+        for name, types in self._components().items():
+            if name in self.modules and names & {one.__name__ for one in types}:
+                return name
         return None
