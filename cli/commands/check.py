@@ -124,7 +124,8 @@ def _verdict(one: Compared) -> str:
     if not one.first:
         return f"differs by {worst}, and no call by itself{compared}"
     apart = one.calls[one.first][1]
-    return f"differs: first {one.first}, by {apart:.1e}, in {one.part}{compared}"
+    op = f", operator {one.op}" if one.op else ""
+    return f"differs: first {one.first}, by {apart:.1e}, in {one.part}{op}{compared}"
 
 
 @command("scan")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.patches.diffusers import diffusers_patch
 
 NORM = "models.normalization:RMSNorm.forward"
@@ -72,7 +74,25 @@ def test_the_first_call_that_differs_and_its_smallest_part_are_named(
     assert not found.equal
     assert found.first == "transformer"
     assert found.part == "transformer.transformer_blocks.0.norm1 (RMSNorm)"
+    assert found.op == "mul, which only the port runs"
     assert found.calls["text_encoder"][1] < MOST < found.calls["transformer"][1]
+
+
+def test_the_operator_that_differs_is_named(
+    pair: Pair, expected: list[np.ndarray]
+) -> None:
+    target = target_with(None)
+    override = OpOverride(
+        targets=("torch.rsqrt", "torch.ops.aten.rsqrt"),
+        make=lambda context: lambda x: 1.01 * jax.lax.rsqrt(x),
+        owner="a test",
+        reason="to be found",
+    )
+    found = pair.compare(
+        replace(target, overrides=(*target.overrides, override)), expected
+    )
+    place = "text_encoder.encoder.block.0.layer.0.layer_norm (T5LayerNorm)"
+    assert (found.part, found.op) == (place, "rsqrt")
 
 
 def test_a_module_that_is_refused_is_told_by_line(

@@ -2,7 +2,8 @@
 
 Every call that upstream's pipeline makes of a component is answered twice: by the port,
 whose answer goes on, and by a twin of the pipeline. Where the two differ, the parts of
-the module are ported one by one, on what upstream gave them.
+the module are ported one by one, on what upstream gave them, and then the operators of
+the smallest part that differs.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Compared:
         first: the call that differs first; empty if none does.
         part: the smallest module that differs by itself, and its class: its own forward
             differs, or a native form that takes its place.
+        op: the first operator of ``part`` whose result differs, or what the port runs
+            in its place; empty where each operator by itself is as upstream's.
         error: what was refused.
         patches: the names of the patches that ran while modules were traced.
     """
@@ -52,6 +55,7 @@ class Compared:
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
     first: str = ""
     part: str = ""
+    op: str = ""
     error: str = ""
 
     @property
@@ -110,7 +114,8 @@ class Pair:
         if not calls and not found.equal:
             return self.compare(target, expected)
         if found.first:
-            found.part = self._part(found.first, given[found.first], target)
+            name = found.first
+            found.part, found.op = self._part(name, given[name], target)
         return found
 
     def _made(self, pipeline: Any) -> list[np.ndarray]:
@@ -139,8 +144,8 @@ class Pair:
         with torch.no_grad():
             return attrgetter(name)(self.theirs)(*args, **kwargs)
 
-    def _part(self, name: str, given: Called, target: Target) -> str:
-        """The smallest part of a component whose own forward differs."""
+    def _part(self, name: str, given: Called, target: Target) -> tuple[str, str]:
+        """The smallest part of a component whose own forward differs, and where."""
         component = name.partition(".")[0]
         module = modules_of(self.theirs)[component]
         claim = target.claims.get(component)
@@ -154,8 +159,10 @@ class Pair:
         at = inside if inside in records else ""
         while (part := _differing(module, records, at, target)) is not None:
             at = part
-        kind = type(module.get_submodule(at)).__name__
-        return f"{component}.{at} ({kind})" if at else f"{component} ({kind})"
+        part = module.get_submodule(at)
+        op = _operator(part, records[at].given, target) if at in records else ""
+        kind = type(part).__name__
+        return f"{component}.{at} ({kind})" if at else f"{component} ({kind})", op
 
 
 @dataclass(frozen=True)
@@ -218,6 +225,66 @@ def _differing(
         if not _near(difference(result, record.result)):
             return path
     return None
+
+
+class _Operators(torch.overrides.TorchFunctionMode):
+    """Keeps the name and the floating-point results of every torch function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.results: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.names.append(func.__name__)
+            self.results.append(result.detach().clone())
+        return result
+
+
+def _operator(module: torch.nn.Module, given: Called, target: Target) -> str:
+    """The first operator of a module whose result differs, of equal operators."""
+    seen: list[str] = []
+
+    class Watched(torch.nn.Module):
+        """Returns what each operator of the module gave."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+            with _Operators() as operators:
+                self.module(*args, **kwargs)
+            seen[:] = operators.names
+            return operators.results
+
+    def run(watched: torch.nn.Module) -> tuple[list[str], list[np.ndarray]]:
+        args, kwargs = copied(given)
+        with torch.no_grad():
+            results = _arrays(watched(*args, **kwargs))
+        return [*seen], results
+
+    theirs = run(Watched())
+    twin = port_module(Watched(), target, Reporter())
+    try:
+        ours = run(twin)
+    except TpuportError:
+        return ""
+    finally:
+        unported(twin)
+    pairs = zip(*ours, *theirs, strict=False)
+    for name, result, other, expected in pairs:
+        if name != other:
+            return f"{other}, where the port runs {name}"
+        if not _near(difference([result], [expected])):
+            return name
+    longer = max(ours[0], theirs[0], key=len)[min(len(ours[0]), len(theirs[0])) :]
+    whose = "the port" if len(ours[0]) > len(theirs[0]) else "upstream"
+    return f"{longer[0]}, which only {whose} runs" if longer else ""
 
 
 def copied(value: Any) -> Any:
