@@ -161,26 +161,9 @@ class Program:
                 found[name] = (first, following - first)
         return found
 
-    def leaves(self, branch: Branch) -> tuple[str, ...]:
-        """The grid's index variables that a branch depends on.
-
-        For a loop's way back they are those that its counters begin at, too.
-        """
-        names = [branch.predicate]
-        for loop in self.loops:
-            if loop.back == branch:
-                carried = self._carried.get(loop.head, ())
-                operands = [o for n in carried for o in self._definitions[n].operands]
-                names += [o[1:] for o in operands if o.startswith("%")]
-        return tuple(
-            index
-            for index in self.indices
-            if any(self._reaches(name, {index}) for name in names)
-        )
-
     def depends(self, branch: Branch, names: Iterable[str]) -> bool:
         """Whether a branch's condition uses one of these variables."""
-        return bool(branch.predicate) and self._reaches(branch.predicate, set(names))
+        return self._reaches(branch.predicate, set(names))
 
     def evaluate(self, name: str, env: Known) -> Value:
         """The value of a variable where the grid's indices have the values ``env``."""

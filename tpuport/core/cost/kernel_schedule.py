@@ -18,9 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +162,6 @@ class _Walk:
         self.known = {operand(number): value for number, value in scalars.items()}
         self.schedule = schedule
         self.program = schedule.program
-        self.leaves: dict[int, tuple[str, ...]] = {}
-        self.found: dict[tuple[Any, ...], Any] = {}
         loop = self.program.grid_loop
         self.low, self.high = (
             (loop.head, loop.end) if loop else (0, self.program.bundles)
@@ -192,7 +189,6 @@ class _Walk:
         for assumed in self._assignments(envs):
             counts = np.zeros(self.program.bundles)
             cache: dict[tuple[Any, ...], np.ndarray] = {}
-            self.found.clear()
             for indices in envs:
                 env = {**indices, **assumed}
                 key = (*self._jumps(env), *self._all_trips(env))
@@ -247,26 +243,15 @@ class _Walk:
 
     def _jumps(self, env: Known) -> list[bool | frozenset[str]]:
         """Whether each forward branch jumps."""
-        return [
-            self._found(branch, env, partial(self.program.condition, branch, env))
-            for branch in self._forward(self.low, self.high)
-        ]
+        forward = self._forward(self.low, self.high)
+        return [self.program.condition(branch, env) for branch in forward]
 
     def _all_trips(self, env: Known) -> list[int]:
         return [
-            self._found(loop.back, env, partial(self._trips, loop, env))
+            self._trips(loop, env)
             for loop in self.program.loops
             if self.low < loop.head and loop.end <= self.high
         ]
-
-    def _found(self, branch: Branch, env: Known, find: Callable[[], Any]) -> Any:
-        """``find`` of a branch, once for each value of the indices it depends on."""
-        if branch.at not in self.leaves:
-            self.leaves[branch.at] = self.program.leaves(branch)
-        key = (branch.at, *(env.get(name) for name in self.leaves[branch.at]))
-        if key not in self.found:
-            self.found[key] = find()
-        return self.found[key]
 
     def _trips(self, loop: Loop, env: Known) -> int:
         count = self.program.trip_count(loop, env)
