@@ -28,6 +28,7 @@ from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.ported_module import constrain, on_devices
 from tpuport.kernels.convolution.conv import video_convolution
 from tpuport.kernels.convolution.conv_cpu import for_cpu, with_bias
+from tpuport.kernels.convolution.conv_kernel import pitch_of
 
 
 def plain_convolution(
@@ -87,13 +88,17 @@ def video_kernel(
         out = convolve(context, x, None, weight, bias)
     else:
         if context.space is not None:
-            sides = (rows, columns)
-            x = context.space.halo(x, (2, 3), sides, sides)
+            around = (rows, columns)
+            x = context.space.halo(x, (2, 3), around, around)
             rows = columns = 0
-        around = [(n, n) for n in (0, frames, rows, columns, 0)]
+        size = x.shape[3] + 2 * columns
+        pitch = pitch_of(size - 2)
+        sides = (columns, columns + pitch - size)
+        pads = [(0, 0), (frames, frames), (rows, rows), sides, (0, 0)]
         kernel = jnp.transpose(weight, (2, 3, 4, 1, 0))
-        options = kernel_options(context)
-        out = video_convolution(jnp.pad(x, around), kernel, bias, **options)
+        out = video_convolution(
+            jnp.pad(x, pads), kernel, bias, size - 2, **kernel_options(context)
+        )
         note(context, KERNEL)
     out = jnp.transpose(out, (0, 4, 1, 2, 3))
     return out[:, :, 0] if flat else out

@@ -24,17 +24,17 @@ def arrays_of(
 ) -> tuple[np.ndarray, ...]:
     """Two padded videos, a kernel and a bias, float32."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(2, frames + taps - 1, rows + 2, columns + 2, channels))
+    x = rng.normal(size=(2, frames + taps - 1, rows + 2, pitch_of(columns), channels))
     weight = rng.normal(size=(taps, 3, 3, channels, outputs))
     weight /= (9 * taps * channels) ** 0.5
     return tuple(a.astype(np.float32) for a in (x, weight, rng.normal(size=outputs)))
 
 
-def convolved(x: Any, weight: Any, bias: Any) -> np.ndarray:
+def convolved(x: Any, weight: Any, bias: Any, columns: int) -> np.ndarray:
     """What XLA makes of a padded video, in float32."""
     x, weight, bias = (np.asarray(array, np.float32) for array in (x, weight, bias))
     out = jax.lax.conv_general_dilated(
-        x,
+        x[:, :, :, : columns + 2],
         weight,
         (1, 1, 1),
         [(0, 0)] * 3,
@@ -104,7 +104,7 @@ class Form:
         rows, columns = self.sides
         sizes = (self.taps, self.frames, rows, columns, CHANNELS, self.outputs)
         x, weight, bias = arrays_of(*sizes)
-        made = {"x": x[: self.videos], "weight": weight}
+        made = {"x": x[: self.videos, ..., : columns + 2, :], "weight": weight}
         if not self.ends:
             made["x"][:, :, :: rows + 1] = 0
         rng = np.random.default_rng(1)
@@ -164,7 +164,7 @@ class Form:
         if self.scale == 2:
             # What lies around is enlarged as well; one row and column of it is beside.
             x = x.repeat(2, 2).repeat(2, 3)[:, :, 1:-1, 1:-1]
-        wanted = convolved(x, arrays["weight"], arrays["bias"])
+        wanted = convolved(x, arrays["weight"], arrays["bias"], self.columns)
         if self.added:
             wanted = wanted + arrays["residual"].astype(np.float32)
         if self.deep:

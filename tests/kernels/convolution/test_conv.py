@@ -28,13 +28,16 @@ from tpuport.kernels.convolution.conv import (
     video_convolution,
     vmem_bytes,
 )
+from tpuport.kernels.convolution.conv_kernel import pitch_of
 from tpuport.kernels.padding import round_up
 
 
-def padded(x: Any, weight: Any, bias: Any, limit: int = LIMIT) -> jax.Array:
+def padded(
+    x: Any, weight: Any, bias: Any, columns: int, limit: int = LIMIT
+) -> jax.Array:
     """``video_convolution`` interpreted."""
     arrays = [None if a is None else jnp.asarray(a) for a in (x, weight, bias)]
-    return video_convolution(*arrays, vmem_limit=limit, interpret=True)
+    return video_convolution(*arrays, columns, vmem_limit=limit, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +65,22 @@ def test_it_is_the_convolution(
     taps: int, frames: int, rows: int, columns: int, channels: int, outputs: int
 ) -> None:
     arrays = arrays_of(taps, frames, rows, columns, channels, outputs)
-    found = padded(*arrays)
+    found = padded(*arrays, columns)
     assert found.shape == (2, frames, rows, columns, outputs)
-    assert is_close(found, convolved(*arrays))
+    assert is_close(found, convolved(*arrays, columns))
 
 
 def test_bfloat16_is_rounded_once() -> None:
     x, weight, bias = arrays_of(3, 2, 6, 20, 128, 128)
     low = [a.astype(jnp.bfloat16) for a in (x, weight)]
-    assert is_close(padded(*low, bias), convolved(*low, bias))
+    assert is_close(padded(*low, bias, 20), convolved(*low, bias, 20))
+
+
+def test_what_is_beside_the_picture_does_not_count() -> None:
+    x, weight, _ = arrays_of(3, 2, 4, 10, 8, 8)
+    found = padded(x, weight, None, 10)
+    x[:, :, :, 12:] = 1e6
+    assert (padded(x, weight, None, 10) == found).all()
 
 
 # Frames, rows, columns and outputs.
@@ -174,9 +184,11 @@ def test_blocks_divide_the_rows_where_they_can(
 def test_what_it_cannot_do_is_refused() -> None:
     x, weight, _ = arrays_of(3, 1, 3, 3, 4, 4)
     with pytest.raises(NotImplementedError, match="bytes of VMEM"):
-        padded(x, weight, None, 2**20)
+        padded(x, weight, None, 3, 2**20)
     with pytest.raises(NotImplementedError, match="5"):
-        padded(x, np.zeros((3, 5, 5, 4, 4)), None)
+        padded(x, np.zeros((3, 5, 5, 4, 4)), None, 3)
+    with pytest.raises(ValueError, match="columns"):
+        padded(x, weight, None, 20)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +203,7 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
     assert output_parts(*sizes, outputs, 3, 4, limit) == parts
     assert output_parts(*sizes, outputs, 3, 4, LIMIT) == 1
     arrays = arrays_of(3, 2, *sizes, outputs)
-    assert is_close(padded(*arrays, limit), convolved(*arrays))
+    assert is_close(padded(*arrays, 16, limit), convolved(*arrays, 16))
     found = form.kernel(vmem_limit=limit)(form.video(*form.sides))
     assert form.is_right(found, *form.sides)
 
@@ -274,14 +286,14 @@ def test_frames_before_a_kernel_of_one_frame_are_refused() -> None:
 @pytest.mark.parametrize(
     ("shape", "weight"),
     [
-        ((1, 3, 5, 5, 4), (3, 3, 3, 5, 4)),
-        ((1, 2, 5, 5, 4), (3, 3, 3, 4, 4)),
-        ((1, 3, 5, 2, 4), (3, 3, 3, 4, 4)),
+        ((1, 3, 5, pitch_of(3), 4), (3, 3, 3, 5, 4)),
+        ((1, 2, 5, pitch_of(3), 4), (3, 3, 3, 4, 4)),
+        ((1, 3, 5, pitch_of(3) + 16, 4), (3, 3, 3, 4, 4)),
     ],
-    ids=["channels", "frames", "columns"],
+    ids=["channels", "frames", "pitch"],
 )
 def test_a_padded_video_that_does_not_fit_is_refused(
     shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=r"input \(1, .*, kernel \(3, 3, 3"):
-        padded(_zeros(shape), _zeros(weight), None)
+    with pytest.raises(ValueError, match="3 columns"):
+        padded(_zeros(shape), _zeros(weight), None, 3)

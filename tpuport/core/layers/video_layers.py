@@ -28,6 +28,7 @@ from tpuport.kernels.convolution.conv import (
     edged_convolution,
     video_convolution,
 )
+from tpuport.kernels.convolution.conv_kernel import pitch_of
 from tpuport.kernels.convolution.conv_sides import outer_columns
 from tpuport.kernels.norms.video_norm import apply_norm, channel_moments, joined
 from tpuport.kernels.phantoms import Real
@@ -161,12 +162,15 @@ def _padded_convolution(
     ``context`` has the neighbours, whose rows and columns are part of the copy; ``x``
     is the chunk behind the frames before it.
     """
+    columns = x.shape[3]
+    beyond = (0, pitch_of(columns) - columns - 2)
     if context.space is None:
         around = ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0))
         x = jnp.pad(x, around, mode="edge" if border == "edge" else "constant")
     else:
         x = context.space.halo(x, _DIMS, (1, 1), (1, 1), border)
-    return video_convolution(x, weight, bias, **kernel_options(context))
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, 0), beyond, (0, 0)))
+    return video_convolution(padded, weight, bias, columns, **kernel_options(context))
 
 
 def enlarged_convolution(

@@ -33,8 +33,9 @@ from tpuport.kernels.convolution.conv_kernel import (
     PLANES,
     TILE_ROWS,
     Case,
-    block_body,
+    edged_body,
     first_row,
+    padded_body,
     pitch_of,
     whole_rows,
 )
@@ -98,21 +99,22 @@ def output_parts(
 
 
 def video_convolution(
-    x: Float[Array, "n _ _ _ c"],
+    x: Float[Array, "n _ _ p c"],
     weight: Float[Array, "k _ _ _ o"],
     bias: Float[Array, " o"] | None,
+    columns: int,
     *,
     vmem_limit: int,
     interpret: bool = False,
 ) -> Float[Array, "n t y x o"]:
-    """Convolve a padded video, by :func:`edged_convolution` of its parts.
-
-    The compiler reads a part where it was before the video was padded.
+    """Convolve a padded video.
 
     Args:
-        x: [N, T + K - 1, Y + 2, X + 2, C]: what lies before the first frame, around the
-            rows and around the columns is part of it.
+        x: [N, T + K - 1, Y + 2, P, C], with P = ``pitch_of(columns)``: what lies before
+            the first frame, around the rows and around the columns is part of it. The
+            columns past ``columns + 2`` must be finite.
         weight: [K, 3, 3, C, O] of the dtype of ``x``; ``bias`` [O], or ``None``.
+        columns: X.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.
 
@@ -124,23 +126,36 @@ def video_convolution(
         ValueError: the shapes do not fit together.
         NotImplementedError: another kernel size, or more VMEM than there is.
     """
-    rows, columns, channels = x.shape[2] - 2, x.shape[3] - 2, x.shape[4]
-    lag, outputs = weight.shape[0] - 1, weight.shape[4]
-    if weight.shape[3] != channels or min(x.shape[1] - lag, rows, columns) < 1:
-        raise ValueError(f"input {x.shape}, kernel {weight.shape}")
-    wide = round_up(channels, LANES)
-    block = block_rows(rows, pitch_of(columns), channels)
-    x = pad_dim(pad_dim(x, 2, ceil_div(rows, block) * block + 2), 4, wide)
-    inner = x[:, :, 1:-1, 1:-1]
-    video = EdgedVideo(
-        x=inner[:, lag:],
-        before=inner[:, :lag] if lag else None,
-        sides=(x[:, :, :, 0], x[:, :, :, -1]),
-        ends=jnp.stack([x[:, :, 0], x[:, :, -1]], 2)[:, :, :, 1:-1],
+    count, frames_in, rows, pitch, channels = x.shape
+    taps, *_, outputs = weight.shape
+    rows -= 2
+    case = Case(
+        count=count,
+        frames=frames_in - taps + 1,
+        rows=rows,
+        columns=columns,
+        channels=round_up(channels, LANES),
+        outputs=round_up(outputs, LANES),
+        taps=taps,
+        block=block_rows(rows, pitch, channels),
+        parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit),
+        packed=taps == 3 and outputs <= GROUP,
     )
-    weight = pad_dim(weight, 3, wide)
-    out = edged_convolution(
-        video, weight, bias, vmem_limit=vmem_limit, interpret=interpret
+    if pitch != case.pitch or weight.shape[3] != channels or case.frames < 1:
+        raise ValueError(f"input {x.shape}, kernel {weight.shape}, {columns} columns")
+    blocks = ceil_div(rows, case.block)
+    x = pad_dim(pad_dim(x, 2, blocks * case.block + 2), 4, case.channels)
+    window = tuple(map(pl.Element, (1, 1, case.block + 2, pitch, case.channels)))
+    spec = pl.BlockSpec(window, lambda o, n, y, t: (n, t, y * case.block, 0, 0))
+    out = _call(
+        functools.partial(padded_body, case=case),
+        case,
+        [(x, spec)],
+        pad_dim(weight, 3, case.channels),
+        bias,
+        scratch=[],
+        vmem_limit=vmem_limit,
+        interpret=interpret,
     )
     return out[:, :, :rows, :, :outputs]
 
@@ -184,6 +199,8 @@ def edged_convolution(
 ) -> Float[Array, "_ _ y x o"]:
     """Convolve a video whose surroundings come as arrays of their own.
 
+    The same as :func:`video_convolution` of all put together, without the copy.
+
     Args:
         video: what is convolved, [N, T, Y, X, C], with what lies around it.
         residual: [N, T, Y, X, O], added before the result is rounded.
@@ -225,18 +242,25 @@ def edged_convolution(
         inputs += _shortcut(*shortcut, case)
     inputs += [(n, pl.BlockSpec(memory_space=pltpu.SMEM)) for n in counted]
     narrow = (case.block // 2 + 4, round_up(width, TILE_ROWS), channels)
-    body = functools.partial(
-        block_body,
-        case=case,
-        has_ends=video.ends is not None,
-        has_residual=residual is not None,
+    out = _call(
+        functools.partial(
+            edged_body,
+            case=case,
+            has_ends=video.ends is not None,
+            has_residual=residual is not None,
+        ),
+        case,
+        inputs,
+        weight,
+        bias,
+        scratch=[
+            *[pltpu.VMEM(narrow, x.dtype)] * (scale - 1),
+            pltpu.VMEM((whole_rows(case), case.pitch, channels), x.dtype),
+        ],
+        onto=onto,
+        vmem_limit=vmem_limit,
+        interpret=interpret,
     )
-    scratch = [
-        *[pltpu.VMEM(narrow, x.dtype)] * (scale - 1),
-        pltpu.VMEM((whole_rows(case), case.pitch, channels), x.dtype),
-    ]
-    how: dict[str, Any] = {"vmem_limit": vmem_limit, "interpret": interpret}
-    out = _call(body, case, inputs, weight, bias, scratch=scratch, onto=onto, **how)
     return jnp.moveaxis(out, 2, 4) if planar else out[..., :outputs]
 
 

@@ -89,7 +89,27 @@ def first_row(y: Any, case: Case) -> Any:
     return jnp.clip(y * block - 1, 0, rows - min(block + 2, rows))
 
 
-def block_body(
+def padded_body(
+    weight_ref: Any,
+    bias_ref: Any,
+    x_ref: Any,
+    out_ref: Any,
+    taps_ref: Any,
+    sums_ref: Any,
+    *,
+    case: Case,
+) -> None:
+    """One frame of one block of rows."""
+    channels = case.channels
+    x = x_ref[0, 0].reshape((case.block + 2) * case.pitch, channels)
+    taps_ref[:, :channels] = x
+    taps_ref[:, channels : 2 * channels] = _shifted(x, 1)
+    taps_ref[:, 2 * channels :] = _shifted(x, 2)
+    added_refs = (None, None)
+    _accumulate(weight_ref, bias_ref, added_refs, out_ref, taps_ref, sums_ref, case)
+
+
+def edged_body(
     weight_ref: Any,
     bias_ref: Any,
     x_ref: Any,
@@ -244,7 +264,7 @@ def _doubled(x: jax.Array) -> jax.Array:
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:
-    """The rows of [M, C] moved up by 1 or -1, around the ends."""
+    """The rows of [M, C] moved up by 1, 2 or -1, around the ends."""
     if x.dtype.itemsize == 4:
         return pltpu.roll(x, -by % x.shape[0], 0)
     # A word holds two rows, the lower one first.
@@ -253,7 +273,9 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
         preceding = pltpu.roll(words, 1, 0)
         return pltpu.bitcast((words << 16) | (preceding >> 16), x.dtype)
     following = pltpu.roll(words, words.shape[0] - 1, 0)
-    return pltpu.bitcast((words >> 16) | (following << 16), x.dtype)
+    if by == 1:
+        following = (words >> 16) | (following << 16)
+    return pltpu.bitcast(following, x.dtype)
 
 
 def _accumulate(
