@@ -46,6 +46,10 @@ def test_a_problem_is_the_sizes_and_options_of_a_call() -> None:
         ({"mask": array(1, 1, 1, 7, dtype=jnp.int32)}, r"bool .* or floating"),
         ({"kv_lengths": array(3, dtype=jnp.int32)}, r"shape \[2\]; got int32\[3\]"),
         ({"kv_lengths": array(2)}, r"integers of shape \[2\]; got float32\[2\]"),
+        (
+            {n: array(2, 2, 7, 8, dtype=jnp.int32) for n in "qkv"},
+            "takes floating-point arrays",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_shape(
@@ -54,12 +58,6 @@ def test_what_does_not_fit_is_refused_with_its_shape(
     call = {"q": Q, "k": K, "v": V} | change
     with pytest.raises(ValueError, match=message):
         describe(**call)
-
-
-def test_integers_are_no_queries() -> None:
-    whole = [array(*x.shape, dtype=jnp.int32) for x in (Q, K, V)]
-    with pytest.raises(ValueError, match="floating-point"):
-        describe(*whole)
 
 
 def test_no_scale_means_one_over_the_root_of_the_head_dim() -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.attention.oracle import Case, inputs
-from tpuport.kernels.attention.problem import describe
-from tpuport.kernels.attention.splash import splash_attention, splash_refusal
+from tpuport.kernels.attention.splash import splash_attention
 from tpuport.kernels.attention.splash_blocks import (
     MOST_WRITTEN_OUT,
     VMEM_MIB,
@@ -91,13 +90,6 @@ def test_a_chunk_of_whole_blocks_is_not_padded(chunk: int, head_dim: int) -> Non
     assert chunk % blocks.q == chunk % blocks.kv == 0
 
 
-@pytest.mark.parametrize("step", [991, pytest.param(97, marks=pytest.mark.sweep)])
-def test_keys_come_in_whole_parts_at_any_length(step: int) -> None:
-    for length in range(129, 40000, step):
-        blocks = default_blocks(length, length, 128)
-        assert blocks.kv_compute in (256, 384), length
-
-
 @pytest.mark.parametrize("sizes", [(0, 1, 64), (1, 0, 64), (1, 1, 0)])
 def test_default_blocks_need_positive_sizes(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
@@ -128,38 +120,17 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             {"blocks": SplashBlocks(q=16384, kv=1 << 18, kv_compute=256)},
             r"bytes of VMEM at head dim 64; v6e has",
         ),
+        ({"window": (-1, 2)}, r"0 or more keys to each side; got \(-1, 2\)"),
+        ({"case": Case(q_len=5, kv_len=7, dtype="float16")}, "got float16"),
+        ({"case": Case(q_len=5, kv_len=0)}, "empty"),
+        ({"case": Case(q_len=5, kv_len=7, head_dim=257)}, "up to 256, got 257"),
     ],
 )
 def test_refused_calls(options: dict[str, Any], message: str) -> None:
-    arrays, _ = inputs(Case(q_len=5, kv_len=7))
-    with pytest.raises(NotImplementedError, match=message):
-        splash_attention(*map(jnp.asarray, arrays), **{"interpret": True, **options})
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(q_len=5, kv_len=7, dtype="float16"), "got float16"),
-        (Case(q_len=5, kv_len=0), "empty"),
-        (Case(q_len=5, kv_len=7, head_dim=257), "up to 256, got 257"),
-    ],
-)
-def test_refused_arrays(case: Case, message: str) -> None:
-    arrays, _ = inputs(case)
-    with pytest.raises(NotImplementedError, match=message):
-        splash_attention(*map(jnp.asarray, arrays), interpret=True)
-
-
-def test_options_are_no_reason_to_refuse() -> None:
-    arrays, _ = inputs(Case(q_len=5, kv_len=7))
-    problem = describe(*arrays, is_causal=True, window=(1, 2), platform="tpu")
-    assert splash_refusal(problem) is None
-
-
-def test_a_window_that_reaches_backwards_is_a_mistake() -> None:
-    arrays, _ = inputs(Case(q_len=5, kv_len=7))
-    with pytest.raises(ValueError, match=r"0 or more keys to each side; got \(-1, 2\)"):
-        splash_attention(*map(jnp.asarray, arrays), window=(-1, 2), interpret=True)
+    given = {"interpret": True, "case": Case(q_len=5, kv_len=7), **options}
+    arrays, _ = inputs(given.pop("case"))
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        splash_attention(*map(jnp.asarray, arrays), **given)
 
 
 @pytest.mark.parametrize(

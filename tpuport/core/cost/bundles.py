@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 
 from tpuport.core.cost.expressions import (
     ARITHMETIC,
-    Expression,
+    Known,
+    Value,
     compare,
     join,
     negate,
     select,
+    unknown,
     wrap,
 )
 
@@ -125,14 +127,15 @@ class Program:
                 return loop
         return None
 
-    def condition(self, branch: Branch, env: Mapping[str, int]) -> Expression:
-        """When a branch jumps; true, false, or an expression of what is not known."""
+    def condition(self, branch: Branch, env: Known) -> bool | frozenset[str]:
+        """Whether a branch jumps, or the comparisons that decide it."""
         if branch.predicate is None:
             return True
         value = self.evaluate(branch.predicate, env)
-        return negate(value) if branch.negated else value
+        value = negate(value) if branch.negated else value
+        return value if isinstance(value, bool) else unknown(value)
 
-    def trip_count(self, loop: Loop, env: Mapping[str, int]) -> int | None:
+    def trip_count(self, loop: Loop, env: Known) -> int | None:
         """How often a loop runs once it is entered, or None where it cannot be told."""
         for name, (first, by) in self.counters(loop, env).items():
             if not self.depends(loop.back, {name}):
@@ -145,9 +148,7 @@ class Program:
                     return turn + 1
         return None
 
-    def counters(
-        self, loop: Loop, env: Mapping[str, int]
-    ) -> dict[str, tuple[int, int]]:
+    def counters(self, loop: Loop, env: Known) -> dict[str, tuple[int, int]]:
         """Variables that count a loop's turns -> (first value, increment)."""
         found: dict[str, tuple[int, int]] = {}
         for name in self._carried.get(loop.head, ()):
@@ -160,36 +161,19 @@ class Program:
                 found[name] = (first, following - first)
         return found
 
-    def leaves(self, branch: Branch) -> tuple[str, ...]:
-        """The grid's index variables that a branch depends on.
-
-        For a loop's way back they are those that its counters begin at, too.
-        """
-        names = [branch.predicate]
-        for loop in self.loops:
-            if loop.back == branch:
-                carried = self._carried.get(loop.head, ())
-                operands = [o for n in carried for o in self._definitions[n].operands]
-                names += [o[1:] for o in operands if o.startswith("%")]
-        return tuple(
-            index
-            for index in self.indices
-            if any(self._reaches(name, {index}) for name in names)
-        )
-
     def depends(self, branch: Branch, names: Iterable[str]) -> bool:
         """Whether a branch's condition uses one of these variables."""
-        return bool(branch.predicate) and self._reaches(branch.predicate, set(names))
+        return self._reaches(branch.predicate, set(names))
 
-    def evaluate(self, name: str, env: Mapping[str, int]) -> Expression:
+    def evaluate(self, name: str, env: Known) -> Value:
         """The value of a variable where the grid's indices have the values ``env``."""
         if name in env:
             return env[name]
         if name in self.inputs:
-            return env.get(operand(self.inputs[name]), ("value", name))
+            return env.get(operand(self.inputs[name]), name)
         definition = self._definitions.get(name)
         if definition is None or definition.operation == "sphi":
-            return ("value", name)
+            return name
         value = self._compute(name, definition, env)
         negated, predicate, otherwise = definition.predicate
         if otherwise is None:
@@ -197,17 +181,19 @@ class Program:
         holds = self.evaluate(predicate, env)
         return select(holds, negated, value, self._operand(otherwise, env))
 
-    def _compute(
-        self, name: str, definition: _Definition, env: Mapping[str, int]
-    ) -> Expression:
+    def _compute(self, name: str, definition: _Definition, env: Known) -> Value:
         operation = definition.operation
         if operation == "sld":
             place = definition.operands[0]
-            held = _PLACE.match(place)
+            held, loaded = _PLACE.match(place), f"load({place})"
             if held and held[1] in self.scalars:
-                return env.get(operand(self.scalars[held[1]]), ("load", place))
+                return env.get(operand(self.scalars[held[1]]), loaded)
             spilled = self._stored(place)
-            return ("load", place) if spilled is None else self.evaluate(spilled, env)
+            return (
+                env.get(loaded, loaded)
+                if spilled is None
+                else self.evaluate(spilled, env)
+            )
         values = [self._operand(o, env) for o in definition.operands]
         if operation == "smov" and values:
             return values[0]
@@ -219,39 +205,32 @@ class Program:
         if operation == "scalar_select" and len(values) == 3:
             return select(values[0], False, values[1], values[2])
         if operation.startswith("scmp.") and len(values) == 2:
-            return self._compare(operation.split(".")[1], definition.operands, values)
-        known = all(isinstance(v, int) for v in values)
-        if operation in ARITHMETIC and len(values) == 2 and known:
-            return wrap(ARITHMETIC[operation](values[0], values[1]))
+            if sum(isinstance(value, int) for value in values) == 1:
+                # An index against something unknown is one test in all steps, whatever
+                # the index is: it keeps its name.
+                values = [
+                    text[1:] if isinstance(value, int) and text[0] == "%" else value
+                    for text, value in zip(definition.operands, values, strict=True)
+                ]
+            return compare(operation.split(".")[1], values[0], values[1], env)
+        numbers = [v for v in values if isinstance(v, int)]
+        if operation in ARITHMETIC and len(numbers) == len(values) == 2:
+            return wrap(ARITHMETIC[operation](*numbers))
         # Named, not spelt out: the same test is then the same symbol in every step.
-        return ("value", name)
-
-    def _compare(
-        self, kind: str, operands: tuple[str, ...], values: list[Expression]
-    ) -> Expression:
-        if sum(isinstance(value, int) for value in values) == 1:
-            # An index against something unknown is one test in all steps, whatever
-            # the index is: it keeps its name.
-            values = [
-                ("value", text[1:])
-                if isinstance(value, int) and text.startswith("%")
-                else value
-                for text, value in zip(operands, values, strict=True)
-            ]
-        return compare(kind, values[0], values[1])
+        return name
 
     def _stored(self, place: str) -> str | None:
         """The variable that a load from a place gets, where one was stored there."""
         found = _LOADS.match(place)
         return self._spilled.get(found[1]) if found else None
 
-    def _operand(self, text: str, env: Mapping[str, int]) -> Expression:
+    def _operand(self, text: str, env: Known) -> Value:
         if text.startswith("%"):
             return self.evaluate(text[1:], env)
         try:
             return wrap(int(text, 0))
         except ValueError:
-            return ("text", text)
+            return text
 
     def _reaches(self, name: str | None, targets: set[str]) -> bool:
         """Whether a variable is computed from one of ``targets``."""

@@ -1,19 +1,19 @@
-"""Scalars of a program that are not all known: expressions, and what they come to.
+"""Scalars of a program that are not all known.
 
-An expression is a nested tuple of an operation and its operands. The comparisons in it
-that hold something unknown are its atoms: with an assumption for each the expression is
-true or false.
+A value is a number or a truth value, or one of two kinds of unknowns: a text, which
+names a number that only the data knows, or the set of comparisons of such numbers that
+the value hangs on. A comparison is named by its text; who assumes one to hold puts the
+text among what is known.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
-#: A number, a truth value, or a nested tuple of an operation and its operands where
-#: something in it is not known.
-Expression = Any
+Value = int | bool | str | frozenset[str]
+Known = Mapping[str, int | bool]
+"""What variables hold, and which comparisons do."""
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "sadd.s32": operator.add,
@@ -40,79 +40,41 @@ def wrap(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-def compare(kind: str, left: Expression, right: Expression) -> Expression:
+def unknown(*values: Value) -> frozenset[str]:
+    """The comparisons that values hang on; a number that stands for truth is one."""
+    sets = (v if isinstance(v, frozenset) else {v} for v in values)
+    return frozenset(one for each in sets for one in each if isinstance(one, str))
+
+
+def compare(kind: str, left: Value, right: Value, known: Known) -> Value:
     """``left`` beside ``right``; the kind is ``eq``, ``ne``, ``lt``, ``le``, ..."""
     if isinstance(left, int) and isinstance(right, int):
-        return getattr(operator, kind)(left, right)
+        return bool(getattr(operator, kind)(left, right))
     if left == right:
         return kind in ("eq", "le", "ge")
-    if kind in _OPPOSITE:
-        return ("not", ("compare", _OPPOSITE[kind], left, right))
-    return ("compare", kind, left, right)
+    if isinstance(left, frozenset) or isinstance(right, frozenset):
+        return frozenset[str]().union(
+            *(side for side in (left, right) if isinstance(side, frozenset))
+        )
+    text = f"{left} {_OPPOSITE.get(kind, kind)} {right}"
+    found: Value = known.get(text, frozenset((text,)))
+    return negate(found) if kind in _OPPOSITE else found
 
 
-def negate(value: Expression) -> Expression:
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, tuple) and value[0] == "not":
-        return value[1]
-    return ("not", value)
+def negate(value: Value) -> Value:
+    return not value if isinstance(value, bool) else unknown(value)
 
 
-def join(kind: str, values: list[Expression]) -> Expression:
+def join(kind: str, values: list[Value]) -> Value:
     """``or`` or ``and`` of truth values."""
     decisive = kind == "or"
     if any(value is decisive for value in values):
         return decisive
     rest = [value for value in values if not isinstance(value, bool)]
-    if not rest:
-        return not decisive
-    return rest[0] if len(rest) == 1 else (kind, *rest)
+    return unknown(*rest) if rest else not decisive
 
 
-def select(
-    holds: Expression, negated: bool, value: Expression, otherwise: Expression
-) -> Expression:
+def select(holds: Value, negated: bool, value: Value, otherwise: Value) -> Value:
     if isinstance(holds, bool):
         return value if holds != negated else otherwise
-    return value if value == otherwise else ("select", holds, negated, value, otherwise)
-
-
-def atoms(value: Expression) -> Iterator[Expression]:
-    """The comparisons of unknown values that decide a condition."""
-    if not isinstance(value, tuple):
-        return
-    if value[0] in ("not", "or", "and"):
-        for part in value[1:]:
-            yield from atoms(part)
-    else:
-        yield value
-
-
-def decide(value: Expression, assumed: Mapping[Expression, bool]) -> bool | None:
-    """The truth of a condition under assumptions on its atoms, or None."""
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, tuple):
-        return None
-    if value[0] == "not":
-        inner = decide(value[1], assumed)
-        return None if inner is None else not inner
-    if value[0] in ("or", "and"):
-        decisive = value[0] == "or"
-        parts = [decide(part, assumed) for part in value[1:]]
-        if decisive in parts:
-            return decisive
-        return None if None in parts else not decisive
-    return assumed.get(value)
-
-
-def show(value: Expression) -> str:
-    """An expression for people."""
-    if not isinstance(value, tuple):
-        return str(value)
-    if value[0] == "compare":
-        return f"{show(value[2])} {value[1]} {show(value[3])}"
-    if value[0] in ("value", "text"):
-        return str(value[1])
-    return f"{value[0]}({', '.join(map(show, value[1:]))})"
+    return value if value == otherwise else unknown(holds)

@@ -18,16 +18,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tpuport.core.cost.bundles import Branch, Loop, Program, operand, parse_program
-from tpuport.core.cost.expressions import Expression, atoms, decide, show
+from tpuport.core.cost.expressions import Known
 from tpuport.errors import TpuportError
 
 #: Bundles after a branch that run whether or not it is taken, by chip. Counted in
@@ -163,8 +162,6 @@ class _Walk:
         self.known = {operand(number): value for number, value in scalars.items()}
         self.schedule = schedule
         self.program = schedule.program
-        self.leaves: dict[int, tuple[str, ...]] = {}
-        self.found: dict[tuple[Any, ...], Any] = {}
         loop = self.program.grid_loop
         self.low, self.high = (
             (loop.head, loop.end) if loop else (0, self.program.bundles)
@@ -188,26 +185,23 @@ class _Walk:
                     f"the grid of {self.schedule.name} is not in its schedule"
                 )
         envs = [self._indices(turn) for turn in range(turns)]
-        jumps = [self._jumps(env) for env in envs]
-        trips = [self._all_trips(env) for env in envs]
         ways = []
-        for assumed in _assignments(jumps):
+        for assumed in self._assignments(envs):
             counts = np.zeros(self.program.bundles)
             cache: dict[tuple[Any, ...], np.ndarray] = {}
-            for env, conditions, turning in zip(envs, jumps, trips, strict=True):
-                taken = [decide(value, assumed) for value in conditions]
-                key = (*taken, *turning)
+            for indices in envs:
+                env = {**indices, **assumed}
+                key = (*self._jumps(env), *self._all_trips(env))
                 if key not in cache:
-                    cache[key] = self._run(self.low, self.high, env, assumed)
+                    cache[key] = self._run(self.low, self.high, env)
                 counts += cache[key]
             if loop is not None:
                 counts[: loop.head] += 1
                 counts[loop.end :] += 1
-            told = tuple((show(atom), value) for atom, value in assumed.items())
             ways.append(
                 Execution(
                     schedule=self.schedule,
-                    conditions=told,
+                    conditions=tuple(assumed.items()),
                     grid=grid or (turns,),
                     counts=counts,
                 )
@@ -228,6 +222,18 @@ class _Walk:
                 env[name] = at // math.prod(grid[axis + 1 :]) % grid[axis]
         return env
 
+    def _assignments(self, envs: Sequence[Known]) -> list[dict[str, bool]]:
+        """All ways the unknown comparisons in the steps' conditions can turn out."""
+        conditions = itertools.chain.from_iterable(map(self._jumps, envs))
+        unknown = (found for found in conditions if not isinstance(found, bool))
+        names = sorted(set().union(*unknown))
+        if len(names) > MOST_CONDITIONS:
+            return [{}]
+        return [
+            dict(zip(names, values, strict=True))
+            for values in itertools.product((False, True), repeat=len(names))
+        ]
+
     def _forward(self, low: int, high: int) -> list[Branch]:
         return [
             branch
@@ -235,31 +241,19 @@ class _Walk:
             if low <= at < high and branch.target > at
         ]
 
-    def _jumps(self, env: Mapping[str, int]) -> list[Expression]:
-        return [
-            self._found(branch, env, partial(self.program.condition, branch, env))
-            for branch in self._forward(self.low, self.high)
-        ]
+    def _jumps(self, env: Known) -> list[bool | frozenset[str]]:
+        """Whether each forward branch jumps."""
+        forward = self._forward(self.low, self.high)
+        return [self.program.condition(branch, env) for branch in forward]
 
-    def _all_trips(self, env: Mapping[str, int]) -> list[int]:
+    def _all_trips(self, env: Known) -> list[int]:
         return [
-            self._found(loop.back, env, partial(self._trips, loop, env))
+            self._trips(loop, env)
             for loop in self.program.loops
             if self.low < loop.head and loop.end <= self.high
         ]
 
-    def _found(
-        self, branch: Branch, env: Mapping[str, int], find: Callable[[], Any]
-    ) -> Any:
-        """``find`` of a branch, once for each value of the indices it depends on."""
-        if branch.at not in self.leaves:
-            self.leaves[branch.at] = self.program.leaves(branch)
-        key = (branch.at, *(env.get(name) for name in self.leaves[branch.at]))
-        if key not in self.found:
-            self.found[key] = find()
-        return self.found[key]
-
-    def _trips(self, loop: Loop, env: Mapping[str, int]) -> int:
+    def _trips(self, loop: Loop, env: Known) -> int:
         count = self.program.trip_count(loop, env)
         if count is None:
             raise ScheduleError(
@@ -268,20 +262,14 @@ class _Walk:
             )
         return count
 
-    def _run(
-        self,
-        low: int,
-        high: int,
-        env: Mapping[str, int],
-        assumed: Mapping[Expression, bool],
-    ) -> np.ndarray:
+    def _run(self, low: int, high: int, env: Known) -> np.ndarray:
         """How often each bundle of [low, high) runs, once through."""
         counts = np.zeros(self.program.bundles)
         at = low
         while at < high:
             loop = self.program.loop_at(at, low, high)
             if loop is not None:
-                counts += self._loop(loop, env, assumed)
+                counts += self._loop(loop, env)
                 at = loop.end
                 continue
             counts[at] += 1
@@ -292,35 +280,21 @@ class _Walk:
             after = min(at + 1 + self.program.delay_slots, high)
             counts[at + 1 : after] += 1
             # What cannot be told is not skipped.
-            taken = decide(self.program.condition(branch, env), assumed)
+            taken = self.program.condition(branch, env) is True
             at = max(branch.target, after) if taken else after
         return counts
 
-    def _loop(
-        self, loop: Loop, env: Mapping[str, int], assumed: Mapping[Expression, bool]
-    ) -> np.ndarray:
+    def _loop(self, loop: Loop, env: Known) -> np.ndarray:
         trips = self._trips(loop, env)
         counters = self.program.counters(loop, env)
         inside = self._forward(loop.head, loop.end)
         if not any(self.program.depends(branch, counters) for branch in inside):
-            return trips * self._run(loop.head, loop.end, env, assumed)
+            return trips * self._run(loop.head, loop.end, env)
         total = np.zeros(self.program.bundles)
         for turn in range(trips):
             values = {name: first + turn * by for name, (first, by) in counters.items()}
-            total += self._run(loop.head, loop.end, {**env, **values}, assumed)
+            total += self._run(loop.head, loop.end, {**env, **values})
         return total
-
-
-def _assignments(steps: Sequence[Sequence[Expression]]) -> list[dict[Expression, bool]]:
-    """All ways the unknown comparisons in the steps' conditions can turn out."""
-    conditions = itertools.chain.from_iterable(steps)
-    names = dict.fromkeys(atom for each in conditions for atom in atoms(each))
-    if len(names) > MOST_CONDITIONS:
-        return [{}]
-    return [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product((False, True), repeat=len(names))
-    ]
 
 
 def read_dump(folder: Path, chip: str, name: str) -> KernelSchedule:

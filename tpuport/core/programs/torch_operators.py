@@ -141,38 +141,26 @@ def _chosen(result: jax.ShapeDtypeStruct, condition: Any, x: Any, y: Any) -> jax
     return jnp.where(condition.astype(bool), one, other)
 
 
+#: Operators of torch that numpy has by the same name, and functions of networks.
+_NUMPYS = (
+    *("abs", "exp", "expm1", "log", "log1p", "sqrt", "sin", "cos", "tanh", "floor"),
+    *("ceil", "isnan", "isinf", "logical_not", "logical_and", "logical_or"),
+    *("maximum", "minimum"),
+)
+_NETWORKS = ("sigmoid", "silu", "relu")
 _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
+    **{getattr(aten, name): getattr(jnp, name) for name in _NUMPYS},
+    **{getattr(aten, name): getattr(jax.nn, name) for name in _NETWORKS},
     aten.neg: lambda x: -x,
-    aten.abs: jnp.abs,
-    aten.exp: jnp.exp,
-    aten.expm1: jnp.expm1,
-    aten.log: jnp.log,
-    aten.log1p: jnp.log1p,
-    aten.sqrt: jnp.sqrt,
     aten.rsqrt: jax.lax.rsqrt,
-    aten.sin: jnp.sin,
-    aten.cos: jnp.cos,
-    aten.tanh: jnp.tanh,
-    aten.sigmoid: jax.nn.sigmoid,
-    aten.silu: jax.nn.silu,
-    aten.relu: jax.nn.relu,
     aten.reciprocal: lambda x: 1 / x,
     aten.sign: lambda x: (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype),
-    aten.floor: jnp.floor,
-    aten.ceil: jnp.ceil,
-    aten.isnan: jnp.isnan,
-    aten.isinf: jnp.isinf,
-    aten.logical_not: jnp.logical_not,
-    aten.logical_and: jnp.logical_and,
-    aten.logical_or: jnp.logical_or,
     aten.add: lambda x, y, alpha=1: x + alpha * y,
     aten.sub: lambda x, y, alpha=1: x + -alpha * y,
     aten.rsub: lambda x, y, alpha=1: y - alpha * x,
     aten.mul: lambda x, y: x * y,
     aten.div: lambda x, y: x / y,
     aten.pow: _power,
-    aten.maximum: jnp.maximum,
-    aten.minimum: jnp.minimum,
     aten.clamp: _clamp,
     aten.clamp_min: jnp.maximum,
     aten.clamp_max: jnp.minimum,

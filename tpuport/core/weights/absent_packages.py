@@ -8,8 +8,6 @@ weights were read.
 from __future__ import annotations
 
 import ast
-import builtins
-import dis
 import functools
 import importlib.util
 import inspect
@@ -50,9 +48,11 @@ def absent_packages(classes: Iterable[type]) -> list[str]:
     asked = {name for function in reached for name in _codes_names(function)}
     found = {_to_install(package) for cls in classes for package in _stood_in(cls)}
     for function in reached:
-        for name in _unbound(function):
-            package, guards = _import_of(function.__module__, name)
-            if package and not guards & asked and _always_used(function, name):
+        guarded = _guarded_imports(function.__module__)
+        for name in _codes_names(function) & guarded.keys():
+            package, guards = guarded[name]
+            bound = name in function.__globals__ or guards & asked
+            if not bound and _always_used(function, name):
                 found.add(_to_install(package))
     return sorted(found)
 
@@ -62,12 +62,11 @@ def _stood_in(cls: Any) -> Iterator[str]:
     made = inspect.unwrap(cls.__init__)
     if not isinstance(made, types.FunctionType):
         return
-    for name in _codes_names(made):
+    guarded = _guarded_imports(made.__module__)
+    for name in _codes_names(made) & guarded.keys():
         known = made.__globals__.get(name)
         if inspect.isclass(known) and known.__module__ == made.__module__:
-            package, _ = _import_of(made.__module__, name)
-            if package:
-                yield package
+            yield guarded[name][0]
 
 
 def absent_of(error: BaseException) -> str | None:
@@ -75,7 +74,8 @@ def absent_of(error: BaseException) -> str | None:
     package: str | None = None
     if isinstance(error, NameError) and error.__traceback__ is not None:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        package, _ = _import_of(frame.f_globals.get("__name__", ""), error.name)
+        guarded = _guarded_imports(frame.f_globals.get("__name__", ""))
+        package, _ = guarded.get(error.name or "", (None, None))
     elif isinstance(error, ImportError):
         told = _INSTALL.search(one_line(error))
         if told:
@@ -113,18 +113,6 @@ def _codes_names(function: types.FunctionType) -> set[str]:
     return {name for code in _codes(function.__code__) for name in code.co_names}
 
 
-def _unbound(function: types.FunctionType) -> set[str]:
-    """Global names that the function loads and that nothing defines."""
-    return {
-        str(step.argval)
-        for code in _codes(function.__code__)
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        and step.argval not in function.__globals__
-        and not hasattr(builtins, str(step.argval))
-    }
-
-
 def _always_used(function: types.FunctionType, name: str) -> bool:
     """Whether a name is used outside of all conditions of the function."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -139,31 +127,31 @@ def _always_used(function: types.FunctionType, name: str) -> bool:
 
 
 @functools.cache
-def _import_of(module: str, name: str) -> tuple[str | None, frozenset[str]]:
-    """The missing package that an import of ``module`` binds ``name`` from.
+def _guarded_imports(module: str) -> dict[str, tuple[str, frozenset[str]]]:
+    """Names that a module imports from missing packages, if they are there.
 
-    Also the names that stand for its presence: in the condition of the import, and set
-    beside it.
+    With each its package, and the names that stand for its presence: in the condition
+    of the import, and set beside it.
     """
+    found: dict[str, tuple[str, frozenset[str]]] = {}
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):  # no module with a source
-        return None, frozenset()
+        return found
     for guard in ast.walk(tree):
         if not isinstance(guard, ast.If):
             continue
+        names = frozenset(n.id for n in ast.walk(guard) if isinstance(n, ast.Name))
         for statement in guard.body:
             if not isinstance(statement, ast.Import | ast.ImportFrom):
                 continue
             for alias in statement.names:
-                bound = alias.asname or alias.name.partition(".")[0]
                 where = getattr(statement, "module", None) or alias.name
                 package = where.partition(".")[0]
-                own = getattr(statement, "level", 0) > 0
-                if bound == name and not own and not _there(package):
-                    names = [n.id for n in ast.walk(guard) if isinstance(n, ast.Name)]
-                    return package, frozenset(names)
-    return None, frozenset()
+                if not getattr(statement, "level", 0) and not _there(package):
+                    bound = alias.asname or alias.name.partition(".")[0]
+                    found.setdefault(bound, (package, names))
+    return found
 
 
 def _there(package: str) -> bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpuport.kernels.attention.blockwise import blockwise_attention, default_tiling
+from tpuport.kernels.attention.blockwise import blockwise_attention
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
 from tpuport.kernels.attention.problem import (
     KeyOptions,
@@ -88,9 +88,7 @@ def attention(
         )
     if selection.implementation == "reference":
         return reference_attention(q, k, v, window=window, **options)
-    tiling = None
-    if choice.blocks:
-        tiling = replace(default_tiling(problem), **selection.blocks)
+    tiling = selection.tiling
     return blockwise_attention(q, k, v, tiling=tiling, window=window, **options)
 
 

@@ -7,7 +7,6 @@ queries, Lk keys), D head dim of queries and keys, Dv head dim of values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -87,15 +86,8 @@ def blockwise_attention(
     Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3; Rabe and
     Staats 2021 (arXiv:2112.05682).
     """
-    problem = describe(q, k, v, window=window, **options)
-
-    def finish(state: State) -> tuple[jax.Array]:
-        _, total, summed = state
-        return (normalised(summed, total).astype(q.dtype),)
-
-    out = jnp.zeros((*q.shape[:3], problem.v_dim), q.dtype)
-    (out,) = _run(problem, (q, k, v), options, tiling, (out,), finish)
-    return out
+    _, total, summed = blockwise_sums(q, k, v, tiling=tiling, window=window, **options)
+    return normalised(summed, total).astype(q.dtype)
 
 
 def blockwise_sums(
@@ -111,63 +103,41 @@ def blockwise_sums(
     problem = describe(q, k, v, window=window, **options)
     highest = jnp.full((*q.shape[:3], 1), LOWEST, jnp.float32)
     summed = jnp.zeros((*q.shape[:3], problem.v_dim), jnp.float32)
-    outs = (highest, jnp.zeros_like(highest), summed)
-    highest, total, summed = _run(
-        problem, (q, k, v), options, tiling, outs, lambda state: state
-    )
-    return highest, total, summed
-
-
-def _run(
-    problem: Problem,
-    arrays: tuple[jax.Array, jax.Array, jax.Array],
-    options: Options,
-    tiling: Tiling | None,
-    outs: tuple[jax.Array, ...],
-    finish: Callable[[State], tuple[jax.Array, ...]],
-) -> tuple[jax.Array, ...]:
-    """``outs`` [B, H, Lq, ..] with what ``finish`` makes of each tile's sums."""
-    shapes = [out.shape for out in outs]
-    if 0 in shapes[-1] or problem.kv_len == 0:
-        return outs
+    sums = (highest, jnp.zeros_like(highest), summed)
+    if 0 in summed.shape or problem.kv_len == 0:
+        return sums
     tiling = tiling or default_tiling(problem)
     tiling = replace(
         tiling,
         block_q=min(tiling.block_q, problem.q_len),
         block_kv=min(tiling.block_kv, problem.kv_len),
     )
-    q, k, v = arrays
     grouped = (problem.batch, problem.kv_heads, problem.groups, problem.q_len)
-    q = q.reshape(*grouped, problem.head_dim)
-    outs = tuple(out.reshape(*grouped, out.shape[-1]) for out in outs)
     mask = options.get("mask")
-    if mask is not None:
-        mask = group_mask(mask, problem.kv_heads)
     call = _Call(
         problem=problem,
         tiling=tiling,
-        q=q,
+        q=q.reshape(*grouped, problem.head_dim),
         k=k,
         v=v,
-        mask=mask,
+        mask=None if mask is None else group_mask(mask, problem.kv_heads),
         kv_lengths=options.get("kv_lengths"),
     )
     kv_blocks = ceil_div(problem.kv_len, tiling.block_kv)
 
-    def one_tile(
-        outs: tuple[jax.Array, ...], number: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], None]:
+    def one_tile(sums: State, number: jax.Array) -> tuple[State, None]:
         tile = call.tile(number)
-        state, _ = lax.scan(tile.add_block, tile.empty(), jnp.arange(kv_blocks))
-        return tuple(
-            lax.dynamic_update_slice(
-                out, done.reshape(*tile.rows, out.shape[-1]), (*tile.at, 0)
-            )
-            for out, done in zip(outs, finish(state), strict=True)
-        ), None
+        found, _ = lax.scan(tile.add_block, tile.empty(), jnp.arange(kv_blocks))
+        highest, total, summed = (
+            lax.dynamic_update_slice(whole, part.reshape(*tile.rows, -1), (*tile.at, 0))
+            for whole, part in zip(sums, found, strict=True)
+        )
+        return (highest, total, summed), None
 
-    outs, _ = lax.scan(one_tile, outs, jnp.arange(call.tiles))
-    return tuple(x.reshape(shape) for x, shape in zip(outs, shapes, strict=True))
+    highest, total, summed = (x.reshape(*grouped, -1) for x in sums)
+    done, _ = lax.scan(one_tile, (highest, total, summed), jnp.arange(call.tiles))
+    highest, total, summed = (x.reshape(*q.shape[:3], -1) for x in done)
+    return highest, total, summed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tpuport.errors import AttentionError
-from tpuport.kernels.attention.blockwise import blockwise_sums, default_tiling
+from tpuport.kernels.attention.blockwise import blockwise_sums
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
 from tpuport.kernels.attention.masking import LOWEST
 from tpuport.kernels.attention.problem import describe_feature_major
@@ -91,10 +91,7 @@ def chunked_attention(
     if selection.implementation != "splash":
         sums: _Adder = reference_sums
         if selection.implementation == "blockwise":
-            tiling = None
-            if choice.blocks:
-                tiling = replace(default_tiling(problem), **selection.blocks)
-            sums = functools.partial(blockwise_sums, tiling=tiling)
+            sums = functools.partial(blockwise_sums, tiling=selection.tiling)
         return Formula(q=q.swapaxes(2, 3), v_dim=problem.v_dim, scale=scale, sums=sums)
     blocks = splash_tiles(selection.blocks)
     q, factor = with_factor(q, problem.scale)

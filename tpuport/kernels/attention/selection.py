@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tpuport.errors import AttentionError
 from tpuport.kernels.attention.block_table import tuned_blocks
-from tpuport.kernels.attention.blockwise import default_tiling
+from tpuport.kernels.attention.blockwise import Tiling, default_tiling
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
 from tpuport.kernels.attention.problem import Problem
 from tpuport.kernels.attention.splash import splash_refusal
@@ -57,6 +57,11 @@ class Selection:
     passed_over: tuple[tuple[str, str], ...] = ()
     blocks: Blocks = field(default_factory=dict)
     notice: str = ""
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """The block sizes of blockwise; None for empty arrays."""
+        return Tiling(**self.blocks) if self.blocks else None
 
 
 def _refusal(

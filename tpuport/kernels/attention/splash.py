@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,10 @@ def splash_attention(
         q, k, v, window=window, platform=platform, interpret=interpret, **options
     )
     if _bounds(problem) == (None, None) and not problem.has_lengths:
-        return _token_major(problem, q, k, v, blocks=blocks, chip=chip)
+        # Nothing is turned or padded outside of the kernel.
+        lengths = jnp.full((problem.batch,), problem.kv_len, jnp.int32)
+        given = (problem, q, k, v, lengths)
+        return _call(*given, blocks=blocks, chip=chip, token_major=True)
     out = splash_feature_major(
         q.swapaxes(2, 3),
         k.swapaxes(2, 3),
@@ -144,45 +147,55 @@ def splash_attention(
     return out.swapaxes(2, 3)
 
 
-def _token_major(
+def _call(
     problem: Problem,
-    q: Float[Array, "b h lq d"],
-    k: Float[Array, "b hkv lk d"],
-    v: Float[Array, "b hkv lk dv"],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
     *,
     blocks: SplashBlocks | None,
     chip: str,
-) -> Float[Array, "b h lq dv"]:
-    """``splash_attention`` of all keys. Nothing is turned or padded outside of it.
+    kv_len: int | None = None,
+    **order: Any,
+) -> jax.Array:
+    """The kernel on arrays of any order, with a head dim that is a multiple of 16.
 
-    Only a head dim that is no multiple of 16 is.
+    Args:
+        lengths: how many keys count, int32 [B].
+        order: fields of the plan that say where tokens and features lie.
     """
     if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
         raise NotImplementedError(refusal)
-    blocks = blocks or _blocks(problem, chip)
-    q, factor = with_factor(q, problem.scale)
-    plan = splash_plan(problem, blocks, factor, chip=chip)
-    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
-    out = run(
-        replace(plan, token_major=True),
-        jnp.full((problem.batch,), problem.kv_len, jnp.int32),
-        pad_dim(q, 3, depth),
-        pad_dim(k, 3, depth),
-        pad_dim(v, 3, rows),
-        vmem_limit=vmem_limit(chip) + RESERVED,
-        interpret=problem.interpret,
-    )
-    return out[..., : problem.v_dim]
-
-
-def _blocks(problem: Problem, chip: str) -> SplashBlocks:
-    return default_blocks(
+    blocks = blocks or default_blocks(
         problem.q_len,
         problem.kv_len,
         max(problem.head_dim, problem.v_dim),
         chip=chip,
         itemsize=_itemsize(problem),
     )
+    q, factor = with_factor(q, problem.scale)
+    plan = splash_plan(problem, blocks, factor, chip=chip, kv_len=kv_len)
+    plan = replace(plan, **order)
+    features = q.ndim - (1 if plan.token_major else 2)
+
+    def keys(x: jax.Array, size: int) -> jax.Array:
+        x = pad_dim(x, features, padded_dim(size))
+        # The last block of queries may be short: what the kernel makes of the rest of
+        # it meets nothing else and is never written.
+        return x if order else pad_dim(x, 3, plan.kv_blocks * blocks.kv)
+
+    out = run(
+        plan,
+        lengths,
+        pad_dim(q, features, padded_dim(problem.head_dim)),
+        keys(k, problem.head_dim),
+        keys(v, problem.v_dim),
+        vmem_limit=vmem_limit(chip) + RESERVED,
+        interpret=problem.interpret,
+    )
+    made = problem.v_dim
+    return out[..., :made] if plan.token_major else out[..., :made, :]
 
 
 def splash_feature_major(
@@ -208,28 +221,11 @@ def splash_feature_major(
     problem = describe_feature_major(
         q, k, v, window=window, platform=platform, interpret=interpret, **options
     )
-    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
-        raise NotImplementedError(refusal)
-    blocks = blocks or _blocks(problem, chip)
-    q, factor = with_factor(q, problem.scale)
     kv_len = options.get("kv_len")
     kv_len = problem.kv_len if kv_len is None else kv_len
     v, lengths = _hide_values(v, options, kv_len)
-    plan = splash_plan(problem, blocks, factor, chip=chip, kv_len=kv_len)
-    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
-    keys = plan.kv_blocks * blocks.kv
-    # The last block of queries may be short: what the kernel makes of the rest of it
-    # meets nothing else and is never written.
-    out = run(
-        plan,
-        lengths,
-        pad_dim(q, 2, depth),
-        pad_dim(pad_dim(k, 2, depth), 3, keys),
-        pad_dim(pad_dim(v, 2, rows), 3, keys),
-        vmem_limit=vmem_limit(chip) + RESERVED,
-        interpret=interpret,
-    )
-    return out[:, :, : problem.v_dim]
+    given = (problem, q, k, v, lengths)
+    return _call(*given, blocks=blocks, chip=chip, kv_len=kv_len)
 
 
 def splash_in_parts(
@@ -257,23 +253,10 @@ def splash_in_parts(
         joined(q), joined(k), joined(v), platform=platform, interpret=interpret,
         **options,
     )  # fmt: skip
-    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
-        raise NotImplementedError(refusal)
-    q, factor = with_factor(q, problem.scale)
     kv_len = options.get("kv_len")
     kv_len = problem.kv_len if kv_len is None else kv_len
-    plan = splash_plan(problem, blocks, factor, chip=chip, kv_len=kv_len)
-    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
-    out = run(
-        replace(plan, parts=len(q)),
-        _lengths(problem.batch, options, kv_len),
-        pad_dim(q, 3, depth),
-        pad_dim(k, 3, depth),
-        pad_dim(v, 3, rows),
-        vmem_limit=vmem_limit(chip) + RESERVED,
-        interpret=interpret,
-    )
-    return out[..., : problem.v_dim, :]
+    given = (problem, q, k, v, _lengths(problem.batch, options, kv_len))
+    return _call(*given, blocks=blocks, chip=chip, kv_len=kv_len, parts=len(q))
 
 
 def with_factor(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
