@@ -20,7 +20,7 @@ import torch
 from tpuport.core.drive.found_split import NoSplitError, block_lists, found_split
 from tpuport.core.enums import denoises
 from tpuport.core.seam.journal import Asked
-from tpuport.core.seam.module_weights import declared_split
+from tpuport.core.seam.module_weights import fitting
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
@@ -267,7 +267,8 @@ def step_caches(
         )
 
     def declared(name: str) -> ForwardSplit | None:
-        return None if target is None else declared_split(name, modules[name], target)
+        claim = None if target is None else fitting(name, modules[name], target)[0]
+        return None if claim is None else claim.split
 
     return StepCaches(cache, modules, declared)
 

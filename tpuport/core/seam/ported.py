@@ -16,7 +16,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.module_weights import check_claim
+from tpuport.core.seam.module_weights import fitting
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.standing import Stepping
 from tpuport.core.seam.target import Target
@@ -93,7 +93,7 @@ def port_pipeline(
             )
     taken = {name: c for name, c in components.items() if name not in on_host}
     for name, component in taken.items():
-        check_claim(name, component, target)
+        fitting(name, component, target)  # or a refusal, before anything runs
     seam = Seam(taken, target, reporter or Reporter())
     # Weak: the pipeline and its seam go together.
     same = functools.partial(_check_same, weakref.ref(pipeline), taken)
