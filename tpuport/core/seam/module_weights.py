@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,9 +12,8 @@ import torch
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.mesh_use import undivided
+from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
-from tpuport.core.seam.devices import Devices
-from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import Stack
@@ -51,7 +50,8 @@ class ModuleWeights:
     Args:
         module: upstream's.
         name: for messages.
-        devices, journal: of the port.
+        arithmetic: on results; of the port.
+        make_room: called before weights are placed; other entries may have to go.
 
     Attributes:
         target: what its programs are made for.
@@ -59,14 +59,19 @@ class ModuleWeights:
     """
 
     def __init__(
-        self, module: torch.nn.Module, name: str, devices: Devices, journal: Journal
+        self,
+        module: torch.nn.Module,
+        name: str,
+        arithmetic: Arithmetic,
+        make_room: Callable[[Any], None],
     ) -> None:
         self.name = name
         self.module = module
-        self.target = self._asked = _target_of(name, devices.target)
+        self._arithmetic, self._make_room = arithmetic, make_room
+        self._devices, self._journal = arithmetic.devices, arithmetic.journal
+        self.target = self._asked = _target_of(name, self._devices.target)
         self.plan: ShardingPlan | None = None
         self._tree = ModuleTree(module)
-        self._devices, self._journal = devices, journal
         self._tensors: tuple[Any, ...] = ()
         self._kinds: tuple[Any, ...] = ()
         self._weights: Mapping[str, jax.Array] | None = None
@@ -161,7 +166,12 @@ class ModuleWeights:
         self._structs = abstract_weights(ported, self.plan, mesh)
         self._ported = ported
 
-    def _place(self) -> Mapping[str, jax.Array]:
+    def _placed(self) -> Mapping[str, jax.Array]:
+        """The weights, on the devices."""
+        if self._weights is not None:
+            return self._weights
+        self._make_room(self)
+        self._journal.reporter.loading(self.name)
         ported = self._port()
         tensors = ported.tensors()
         names = (*ported.names.stored, *ported.names.computed)
@@ -169,7 +179,8 @@ class ModuleWeights:
         config = getattr(self.module, "config", {})
         transform = transformer(transforms, config, ported.names.stored)
         arrays = ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names)
-        return self._devices.weights(ported, self._structs, arrays)
+        self._weights = self._devices.weights(ported, self._structs, arrays)
+        return self._weights
 
     def _refresh(self) -> None:
         """Take over what changed in the module's tensors since the last call."""
