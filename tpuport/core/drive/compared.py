@@ -23,7 +23,7 @@ from tpuport.core.seam.journal import Asked
 from tpuport.core.seam.ported import modules_of, port_module, port_pipeline, seam_of
 from tpuport.core.seam.ported import unport as unported
 from tpuport.core.seam.target import Target
-from tpuport.core.seam.values import put_together, take_apart
+from tpuport.core.seam.values import copied, tensors_in
 from tpuport.errors import TpuportError
 
 #: The largest difference in float32, as a share of the largest value or of 1.
@@ -220,17 +220,8 @@ def _differing(
     return None
 
 
-def copied(value: Any) -> Any:
-    """A value whose tensors and collections are its own."""
-    leaves: list[torch.Tensor] = []
-    form = take_apart(value, leaves, [])
-    return put_together(form, iter([leaf.detach().clone() for leaf in leaves]))
-
-
 def _arrays(value: Any) -> list[np.ndarray]:
-    leaves: list[torch.Tensor] = []
-    take_apart(value, leaves, [])
-    return [leaf.detach().float().numpy().copy() for leaf in leaves]
+    return [one.detach().float().numpy().copy() for one in tensors_in(value)]
 
 
 def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:

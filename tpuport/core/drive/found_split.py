@@ -25,7 +25,14 @@ from tpuport.core.seam.module_state import (
     forgetting,
     without_numbers,
 )
-from tpuport.core.seam.values import content_of, put_together, same_content, take_apart
+from tpuport.core.seam.values import (
+    content_of,
+    copied,
+    put_together,
+    same_content,
+    take_apart,
+    tensors_in,
+)
 from tpuport.core.tracing.block_stacks import forwards_replaced
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.errors import TpuportError
@@ -152,7 +159,7 @@ class _Marking(TorchDispatchMode):
 
     def reached(self, value: Any) -> Marks:
         """The marks of all tensors in a value."""
-        return self._of(_tensors(value))
+        return self._of(tensors_in(value))
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> Marks:
         """The marks of tensors, and of what was written to the memory they share."""
@@ -160,7 +167,7 @@ class _Marking(TorchDispatchMode):
         return Marks().union(*(self._marks.get(key, ()) for key in keys))
 
     def _mark(self, value: Any, marks: Marks) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             self._marks[id(tensor)] = marks
             self._alive.append(tensor)  # another one may not have its id
 
@@ -169,7 +176,7 @@ class _Marking(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         if marks := self._of(given):
             self._mark(found, marks)
             if func._schema.is_mutable:
@@ -212,8 +219,6 @@ def _look(
     """
     attributes = Attributes(ModuleTree(module))
     state = attributes.state()
-    leaves: list[torch.Tensor] = []
-    form = take_apart((args, dict(kwargs)), leaves, [])
     # Nobody is told of the calls: a seam would run parts of forward as programs.
     own = [(one, type(one).forward.__get__(one)) for one in module.modules()]
     blocks = [
@@ -225,11 +230,11 @@ def _look(
         torch.inference_mode(False),
         torch.no_grad(),
         forgetting(module),
-        attributes.held(state.form, map(_copy, state.tensors), []),
+        attributes.held(state.form, iter(copied(state.tensors)), []),
         forwards_replaced(own),
         forwards_replaced(blocks),
     ):
-        args, kwargs = put_together(form, map(_copy, leaves))
+        args, kwargs = copied((args, dict(kwargs)))
         with marking:
             return module.forward(*args, **kwargs)
 
@@ -261,7 +266,7 @@ def _without_numbers(
             ) from error
         pairs = zip(containers, before, strict=True)
         changed = any(not same_content(content_of(one), old) for one, old in pairs)
-        own = {id(tensor) for tensor in _tensors(found)}
+        own = {id(tensor) for tensor in tensors_in(found)}
         keeps = changed or any(f._version and id(f) not in own for f in fakes)
     known = {id(fake): leaf for fake, leaf in zip(fakes, leaves, strict=True)}
 
@@ -281,17 +286,6 @@ def _named(
     """The arguments of a block's call by the names of its parameters."""
     bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
     return {**bound.arguments, **bound.arguments.get("kwargs", {})}
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves: list[torch.Tensor] = []
-    take_apart(value, leaves, [])
-    return leaves
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host that forward may write to."""
-    return tensor.detach().clone()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int]:

@@ -10,8 +10,8 @@ one of each expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from tpuport.core.seam.journal import Asked
 from tpuport.core.seam.module_weights import fitting
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.step_cache import StepCache
+from tpuport.core.tracing.block_stacks import forwards_replaced
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.errors import UsageError
 
@@ -210,17 +211,9 @@ class StepCaches:
         )
 
 
-@contextmanager
-def standing(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def standing(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """In this block forwards of ``modules`` do what their :class:`CacheCall` says."""
-    held = list(modules)
-    for module in held:
-        vars(module)["forward"] = _forward_of(module)
-    try:
-        yield
-    finally:
-        for module in held:
-            vars(module).pop("forward", None)
+    return forwards_replaced([(one, _forward_of(one)) for one in modules])
 
 
 def _forward_of(module: torch.nn.Module) -> Callable[..., Any]:
