@@ -81,7 +81,7 @@ class StepCaches:
     Attributes:
         cache: which steps are cached, and from what.
         modules: the denoisers, by component.
-        declared: the split of a denoiser whose native blocks are in place.
+        target: what programs are made for; ``None`` for upstream's own code.
         histories: what is kept, by call of a step.
         on_call: told that a call is about to be made, whose split is known.
         calls: how many calls of denoisers there were, and how many were cached.
@@ -89,7 +89,7 @@ class StepCaches:
 
     cache: StepCache
     modules: Mapping[str, torch.nn.Module]
-    declared: Callable[[str], ForwardSplit | None] = lambda name: None
+    target: Target | None = None
     histories: dict[Key, History] = field(default_factory=dict)
     on_call: Callable[[], None] = lambda: None
     calls: tuple[int, int] = (0, 0)
@@ -107,7 +107,7 @@ class StepCaches:
 
     def other(self, cache: StepCache) -> StepCaches:
         """Another step cache of the same denoisers."""
-        return StepCaches(cache, self.modules, self.declared)
+        return StepCaches(cache, self.modules, self.target)
 
     def taken(self, asked: Asked, timesteps: Any, total: int) -> Asked:
         """A call that upstream makes, full or cached.
@@ -190,7 +190,10 @@ class StepCaches:
     def _split(self, kind: Key, asked: Asked, args: Any, kwargs: Any) -> ForwardSplit:
         """Where a denoiser's forward splits; looked for once in each kind of call."""
         if asked.name not in self._declared:
-            self._declared[asked.name] = self.declared(asked.name)
+            claim = None
+            if self.target is not None:
+                claim, _ = fitting(asked.name, asked.module, self.target)
+            self._declared[asked.name] = None if claim is None else claim.split
         if (declared := self._declared[asked.name]) is not None:
             return declared
         if kind not in self._splits:
@@ -258,12 +261,7 @@ def step_caches(
             f"step cache {cache}: {type(pipeline).__name__} has no denoiser; leave the "
             "step cache out"
         )
-
-    def declared(name: str) -> ForwardSplit | None:
-        claim = None if target is None else fitting(name, modules[name], target)[0]
-        return None if claim is None else claim.split
-
-    return StepCaches(cache, modules, declared)
+    return StepCaches(cache, modules, target)
 
 
 def _kind(value: Any) -> Any:
