@@ -8,6 +8,7 @@ the module are ported one by one, on what upstream gave them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -158,12 +159,8 @@ class Pair:
         return f"{component}.{at} ({kind})" if at else f"{component} ({kind})"
 
 
-@dataclass(frozen=True)
-class _Record:
-    """The first call of a module by upstream's code."""
-
-    given: Called
-    result: list[np.ndarray]
+_Record = tuple[Called, list[np.ndarray]]
+"""The first call of a module by upstream's code, and the result."""
 
 
 @contextlib.contextmanager
@@ -172,27 +169,21 @@ def _recorded(module: torch.nn.Module) -> Iterator[dict[str, _Record]]:
     found: dict[str, _Record] = {}
     given: dict[str, Called] = {}
 
-    def before(path: str, args: Any, kwargs: Any) -> None:
+    def before(path: str, _: Any, args: Any, kwargs: Any) -> None:
         if path not in given:
             given[path] = copied((args, kwargs))
 
-    def after(path: str, result: Any) -> None:
+    def after(path: str, _: Any, args: Any, result: Any) -> None:
         if path not in found:
-            found[path] = _Record(given[path], _arrays(result))
+            found[path] = given[path], _arrays(result)
 
     with contextlib.ExitStack() as stack:
         for path, child in module.named_modules():
-            hooks = (
-                child.register_forward_pre_hook(
-                    lambda _, args, kwargs, path=path: before(path, args, kwargs),
-                    with_kwargs=True,
-                ),
-                child.register_forward_hook(
-                    lambda _, args, result, path=path: after(path, result)
-                ),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            one, other = (functools.partial(each, path) for each in (before, after))
+            begin = child.register_forward_pre_hook(one, with_kwargs=True)
+            end = child.register_forward_hook(other)
+            stack.callback(begin.remove)
+            stack.callback(end.remove)
         yield found
 
 
@@ -205,17 +196,17 @@ def _differing(
     for path in below:
         if any(path.startswith(f"{other}.") for other in below):
             continue  # a part of a part
-        child, record = module.get_submodule(path), records[path]
+        child, (given, expected) = module.get_submodule(path), records[path]
         twin = port_module(child, target, Reporter())
         try:
-            args, kwargs = copied(record.given)
+            args, kwargs = copied(given)
             with torch.no_grad():
                 result = _arrays(twin(*args, **kwargs))
         except TpuportError:
             return path
         finally:
             unported(twin)
-        if not _near(difference(result, record.result)):
+        if not _near(difference(result, expected)):
             return path
     return None
 
