@@ -15,10 +15,11 @@ from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
 from tpuport import targets
 from tpuport.core.drive.changes_run import counting
-from tpuport.core.drive.compared import MOST, Pair, copied, difference
+from tpuport.core.drive.compared import MOST, Pair, difference
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target
+from tpuport.core.seam.values import copied
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.patches.diffusers import diffusers_patch

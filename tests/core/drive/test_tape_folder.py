@@ -65,6 +65,10 @@ def alter(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
+def alter_record(file: Path) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), "stepped": 1}))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "told"),
     [
@@ -72,6 +76,7 @@ def alter(file: Path) -> None:
         ("steps-00002.safetensors", alter, "was altered"),
         ("calls-00000.safetensors", Path.unlink, "is missing"),
         ("tape.json", cut, "is not JSON"),
+        ("tape.json", alter_record, "was altered"),
         ("tape.json", lambda f: f.write_text("{}"), "schema"),
     ],
 )
@@ -83,14 +88,6 @@ def test_a_damaged_tape_is_refused_by_name(
     with pytest.raises(ArtifactError, match=told) as raised:
         TapeFolder(tmp_path).read()
     assert name in str(raised.value)
-
-
-def test_an_altered_record_is_refused(tmp_path: Path) -> None:
-    TapeFolder(tmp_path).write(recorded(2))
-    file = tmp_path / "tape.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "stepped": 1}))
-    with pytest.raises(ArtifactError, match=r"tape\.json: was altered"):
-        TapeFolder(tmp_path).read()
 
 
 def test_within_a_stage_the_mesh_stays(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
 import tpuport
@@ -16,7 +13,6 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.context import AttentionRecord
-from tpuport.errors import UsageError
 
 
 class Attends(torch.nn.Module):
@@ -64,8 +60,3 @@ def test_a_module_by_itself_has_the_options() -> None:
         for text in ("blockwise", "blockwise:window=2,2")
     )
     assert float((whole - near).abs().max()) > 0.01
-
-
-def test_an_option_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="k_smooth=maybe: choose on or off"):
-        tpuport.port(Attends(), attention="auto:k_smooth=maybe")

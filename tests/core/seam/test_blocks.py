@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -154,22 +155,24 @@ def test_runs_of_alike_blocks_are_found(name: str) -> None:
     assert {name for name in entry._structs if "*.linear.weight" in name} == stacked
 
 
-def test_blocks_that_share_a_weight_are_no_stack() -> None:
+def sharing_a_weight() -> Model:
     model = Model([Block() for _ in range(3)])
     model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sharing_a_weight, lambda: Summing([Noting(), Noting(), Noting()])],
+    ids=["a shared weight", "a loop that is no scan"],
+)
+def test_blocks_that_are_no_stack_run_one_by_one(make: Callable[[], Model]) -> None:
+    model = make()
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     ported = tpuport.port(model)
     assert close(ported(x), model(x))
     (entry,) = seam_of(ported).entries.values()
     assert entry._blocks == ()
-
-
-def test_a_loop_that_is_no_scan_runs_block_by_block() -> None:
-    model = Summing([Noting(), Noting(), Noting()])
-    x = torch.linspace(-1, 1, 8).reshape(2, 4)
-    ported = tpuport.port(model)
-    assert close(ported(x), model(x))
-    (entry,) = seam_of(ported).entries.values()
     assert "blocks.0.linear.weight" in entry._structs
 
 
@@ -205,26 +208,11 @@ def test_turns_that_are_no_scan_become_runs(
     assert [(s.first, len(s.blocks)) for s in entry._blocks] == [(0, 2), (3, 2)]
 
 
-class Widening(torch.nn.Module):
+class Widening(Block):
     """In bfloat16 it returns float32, as blocks of T5 do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x.to(self.inner.weight.dtype)).float()
-
-
-class Tower(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Widening() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return x + self.linear(x.to(self.linear.weight.dtype)).float()
 
 
 def test_a_first_block_that_widens_the_dtype_is_left_out_of_the_stack(
@@ -232,7 +220,7 @@ def test_a_first_block_that_widens_the_dtype_is_left_out_of_the_stack(
 ) -> None:
     monkeypatch.setattr("tpuport.core.tracing.block_scan.MOST_BREAKS", 0)
     torch.manual_seed(0)
-    module = Tower().bfloat16()
+    module = Model([Widening() for _ in range(4)]).bfloat16()
     ported = tpuport.port(module)
     x = torch.linspace(-1, 1, 12).reshape(3, 4).bfloat16()
     # Each of four products is rounded to 8 bits.

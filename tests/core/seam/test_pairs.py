@@ -117,21 +117,20 @@ def test_a_call_that_waits_has_the_numbers_of_its_time(
         assert close(fourth, module(x, T, OTHER)[0])
 
 
-def test_a_call_that_nobody_read_is_answered_after_unport(module: Denoiser) -> None:
-    twin = tpuport.port(module, mesh="dp=2,sp=2")
-    (first,) = twin(X, T, PROMPT)
-    tpuport.unport(twin)
-    assert close(first, module(X, T, PROMPT)[0])
+def free(ported: torch.nn.Module) -> None:
+    (entry,) = seam_of(ported).entries.values()
+    entry.free()
 
 
+@pytest.mark.parametrize("leave", [free, tpuport.unport])
 def test_weights_that_leave_the_devices_answer_the_call_that_waits(
-    module: Denoiser, ported: torch.nn.Module
+    leave: Callable[[torch.nn.Module], object], module: Denoiser
 ) -> None:
     """Another component may need the room, and the weights change before a read."""
-    (first,) = ported(X, T, PROMPT)
-    (entry,) = seam_of(ported).entries.values()
+    twin = tpuport.port(module, mesh="dp=2,sp=2")
+    (first,) = twin(X, T, PROMPT)
     expected = module(X, T, PROMPT)[0].detach()
-    entry.free()
+    leave(twin)
     with torch.no_grad():
         module.inner.weight.mul_(2)
     assert close(first, expected)

@@ -9,24 +9,12 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from tpuport.core.seam.values import Form, put_together, take_apart
+from tpuport.core.seam.values import Form, equal, put_together, take_apart
 
 
 def apart(value: Any) -> tuple[Form, list[torch.Tensor]]:
     leaves: list[torch.Tensor] = []
     return take_apart(value, leaves, []), leaves
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
-    if hasattr(one, "__dict__"):
-        return type(one) is type(other) and same(vars(one), vars(other))
-    return type(one) is type(other) and bool(one == other)
 
 
 VALUES = {
@@ -41,7 +29,13 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_comes_together_again(name: str) -> None:
     form, leaves = apart(VALUES[name])
-    assert same(put_together(form, iter(leaves)), VALUES[name])
+    again = put_together(form, iter([leaf.clone() for leaf in leaves]))
+    assert equal(again, VALUES[name])
+    for other in VALUES.keys() - {name}:
+        assert not equal(again, VALUES[other])
+    if leaves:
+        changed = put_together(form, iter([leaf + 1 for leaf in leaves]))
+        assert not equal(changed, VALUES[name])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ the smallest part that differs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +25,7 @@ from tpuport.core.seam.journal import Asked
 from tpuport.core.seam.ported import modules_of, port_module, port_pipeline, seam_of
 from tpuport.core.seam.ported import unport as unported
 from tpuport.core.seam.target import Target
-from tpuport.core.seam.values import put_together, take_apart
+from tpuport.core.seam.values import copied, tensors_in
 from tpuport.errors import TpuportError
 
 #: The largest difference in float32, as a share of the largest value or of 1.
@@ -160,17 +161,13 @@ class Pair:
         while (part := _differing(module, records, at, target)) is not None:
             at = part
         part = module.get_submodule(at)
-        op = _operator(part, records[at].given, target) if at in records else ""
+        op = _operator(part, records[at][0], target) if at in records else ""
         kind = type(part).__name__
         return f"{component}.{at} ({kind})" if at else f"{component} ({kind})", op
 
 
-@dataclass(frozen=True)
-class _Record:
-    """The first call of a module by upstream's code."""
-
-    given: Called
-    result: list[np.ndarray]
+_Record = tuple[Called, list[np.ndarray]]
+"""The first call of a module by upstream's code, and the result."""
 
 
 @contextlib.contextmanager
@@ -179,27 +176,21 @@ def _recorded(module: torch.nn.Module) -> Iterator[dict[str, _Record]]:
     found: dict[str, _Record] = {}
     given: dict[str, Called] = {}
 
-    def before(path: str, args: Any, kwargs: Any) -> None:
+    def before(path: str, _: Any, args: Any, kwargs: Any) -> None:
         if path not in given:
             given[path] = copied((args, kwargs))
 
-    def after(path: str, result: Any) -> None:
+    def after(path: str, _: Any, args: Any, result: Any) -> None:
         if path not in found:
-            found[path] = _Record(given[path], _arrays(result))
+            found[path] = given[path], _arrays(result)
 
     with contextlib.ExitStack() as stack:
         for path, child in module.named_modules():
-            hooks = (
-                child.register_forward_pre_hook(
-                    lambda _, args, kwargs, path=path: before(path, args, kwargs),
-                    with_kwargs=True,
-                ),
-                child.register_forward_hook(
-                    lambda _, args, result, path=path: after(path, result)
-                ),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            one, other = (functools.partial(each, path) for each in (before, after))
+            begin = child.register_forward_pre_hook(one, with_kwargs=True)
+            end = child.register_forward_hook(other)
+            stack.callback(begin.remove)
+            stack.callback(end.remove)
         yield found
 
 
@@ -212,17 +203,17 @@ def _differing(
     for path in below:
         if any(path.startswith(f"{other}.") for other in below):
             continue  # a part of a part
-        child, record = module.get_submodule(path), records[path]
+        child, (given, expected) = module.get_submodule(path), records[path]
         twin = port_module(child, target, Reporter())
         try:
-            args, kwargs = copied(record.given)
+            args, kwargs = copied(given)
             with torch.no_grad():
                 result = _arrays(twin(*args, **kwargs))
         except TpuportError:
             return path
         finally:
             unported(twin)
-        if not _near(difference(result, record.result)):
+        if not _near(difference(result, expected)):
             return path
     return None
 
@@ -287,17 +278,8 @@ def _operator(module: torch.nn.Module, given: Called, target: Target) -> str:
     return f"{longer[0]}, which only {whose} runs" if longer else ""
 
 
-def copied(value: Any) -> Any:
-    """A value whose tensors and collections are its own."""
-    leaves: list[torch.Tensor] = []
-    form = take_apart(value, leaves, [])
-    return put_together(form, iter([leaf.detach().clone() for leaf in leaves]))
-
-
 def _arrays(value: Any) -> list[np.ndarray]:
-    leaves: list[torch.Tensor] = []
-    take_apart(value, leaves, [])
-    return [leaf.detach().float().numpy().copy() for leaf in leaves]
+    return [one.detach().float().numpy().copy() for one in tensors_in(value)]
 
 
 def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:

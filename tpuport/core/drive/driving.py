@@ -14,16 +14,19 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from tpuport.core.drive.step_caches import StepCaches
 from tpuport.core.drive.tape import Recorded, StageEnd, Tape
 from tpuport.core.enums import Backend, StageName, denoises
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.seam.journal import Asked, Journal
-from tpuport.core.seam.standing import Standing, Stepping, is_ported
+from tpuport.core.seam.standing import Standing, is_ported
 
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
+#: What adds up over several reports of a stage.
+_SUMMED = (
+    *("total_seconds", "compiles", "compile_seconds"),
+    *("steady_calls", "steady_seconds"),
+)
 
 
 @dataclass(eq=False)
@@ -236,21 +239,19 @@ def driving(
         tape: answers what was recorded, and records the rest.
         how: other fields of the drive.
     """
-    scheduler = pipeline.components.get("scheduler")
-    drive = Drive(scheduler, journal, backend, tape, **how)
-    on_host = {
-        name: component
-        for name, component in pipeline.components.items()
-        if isinstance(component, torch.nn.Module) and not is_ported(component)
-    }
+    parts = pipeline.components
+    drive = Drive(parts.get("scheduler"), journal, backend, tape, **how)
+    for one in (drive.scheduler, *parts.values()):  # and others, for sound say
+        if hasattr(one, "set_timesteps"):
+            drive.key_of(one)
+    on_host = {name: one for name, one in parts.items() if not is_ported(one)}
     with contextlib.ExitStack() as stack:
-        for one in _schedulers(pipeline):
-            _hook(one, drive, stack)
         # The seam tells of the calls of other components.
         stack.callback(Standing(on_host, journal).close)
         journal.calls.clear()
         stack.callback(setattr, journal, "answer", journal.answer)
-        journal.answer = drive.answered
+        stack.callback(setattr, journal, "on_step", journal.on_step)
+        journal.answer, journal.on_step = drive.answered, drive.step
         with journal.reporter.watched():
             drive.begin(StageName.ENCODE)
             yield drive
@@ -260,39 +261,15 @@ def driving(
             journal.reporter.say(f"step cache {caches.cache}: no call was cached")
 
 
-def _schedulers(pipeline: Any) -> list[Any]:
-    """The pipeline's scheduler, and others that it has, for sound say."""
-    parts = pipeline.components
-    first = parts.get("scheduler")
-    others = [p for p in parts.values() if hasattr(p, "set_timesteps")]
-    found = {id(one): one for one in (first, *others) if one is not None}
-    return list(found.values())
-
-
-def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
-    drive.key_of(scheduler)
-    before = vars(scheduler).get("step")
-    vars(scheduler)["step"] = Stepping(scheduler, drive.step)
-    if before is None:
-        stack.callback(vars(scheduler).pop, "step", None)
-    else:  # a port's
-        stack.callback(vars(scheduler).update, step=before)
-
-
 def merged(reports: Iterable[StageReport]) -> list[StageReport]:
     """One report for each stage, over all videos."""
     found: dict[str, StageReport] = {}
     for one in reports:
-        before = found.get(one.stage)
-        found[one.stage] = one if before is None else _sum(before, one)
+        if (before := found.get(one.stage)) is not None:
+            sums = {n: getattr(before, n) + getattr(one, n) for n in _SUMMED}
+            one = replace(before, **sums)
+        found[one.stage] = one
     return list(found.values())
-
-
-def _sum(one: StageReport, other: StageReport) -> StageReport:
-    names = ("total_seconds", "compiles", "compile_seconds")
-    counts = ("steady_calls", "steady_seconds")
-    sums = {n: getattr(one, n) + getattr(other, n) for n in (*names, *counts)}
-    return replace(one, **sums)
 
 
 def tape_of(

@@ -25,14 +25,21 @@ from tpuport.core.seam.module_state import (
     forgetting,
     without_numbers,
 )
-from tpuport.core.seam.values import content_of, put_together, same_content, take_apart
+from tpuport.core.seam.values import (
+    content_of,
+    copied,
+    put_together,
+    same_content,
+    take_apart,
+    tensors_in,
+)
 from tpuport.core.tracing.block_stacks import forwards_replaced
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.errors import TpuportError
 
-#: What a block made that a cached step leaves out.
-_LOST = "lost"
-Marks = frozenset[str]
+Mark = tuple[str, int, int]
+"""A value that a block returned: its list, the number of the call, and the place."""
+Marks = frozenset[Any]
 _Forward = Callable[..., Any]
 
 
@@ -71,19 +78,22 @@ def found_split(
         NoSplitError: why there is none.
     """
     seen = _Marking()
-    _look(module, args, kwargs, seen)
+    read = seen.reached(_look(module, args, kwargs, seen))
     why = "no list of blocks hands its state on"
     for path in reversed(list(dict.fromkeys(call.path for call in seen.calls))):
         own = [call for call in seen.calls if call.path == path]
         split = _handed_on(path, own)
         if split is None:
             continue
-        marking = _Marking(split, own[-1].block, before_last)
-        reached = marking.reached(_look(module, args, kwargs, marking))
-        if _LOST in reached:
+        last, reached = own[-1], read
+        if before_last:
+            taken = last.reached.items()
+            reached = read.union(*(m for name, m in taken if name not in split.state))
+        if any(not reached.isdisjoint(call.marks) for call in own[:-1]):
             why = f"more than the state of {path} is read behind its last block"
             continue
-        head = tuple(name for name in split.state if name in reached)
+        made = zip(split.state, last.marks, strict=True)
+        head = tuple(name for name, mark in made if mark in reached)
         if head:
             return ForwardSplit(
                 blocks=split.blocks,
@@ -100,13 +110,17 @@ class _Call:
 
     Attributes:
         given: the tensors among its arguments, by name.
+        reached: the marks that are in each argument.
+        marks: of the values that it returned.
         keeps: the block wrote to its arguments: somebody may read that later.
     """
 
     path: str
     block: torch.nn.Module
     given: Mapping[str, torch.Tensor]
+    reached: Mapping[str, Marks]
     returned: Any
+    marks: Sequence[Mark]
     keeps: bool
 
 
@@ -123,7 +137,8 @@ def _handed_on(path: str, calls: Sequence[_Call]) -> ForwardSplit | None:
         given = other.given.items()
         taken = [[name for name, v in given if v is value] for value in returned]
         state = tuple(names[0] for names in taken if names)
-        whole = len(set(state)) == len(returned) and (len(state) == 1) == bare
+        count = len(calls[-1].marks)
+        whole = len(set(state)) == len(returned) == count and (count == 1) == bare
         if whole and set(state) <= set(calls[-1].given):
             order = [*inspect.signature(type(other.block).forward).parameters][1:]
             places = tuple(map(order.index, state))
@@ -133,27 +148,18 @@ def _handed_on(path: str, calls: Sequence[_Call]) -> ForwardSplit | None:
 
 @dataclass(eq=False)
 class _Marking(TorchDispatchMode):
-    """Notes the calls of blocks, and marks what they make, and what is made of that.
+    """Notes the calls of blocks, and marks what they make, and what is made of that."""
 
-    Attributes:
-        split: whose blocks are left out but the last one; ``None`` to note alone.
-        calls: of the blocks.
-    """
-
-    split: ForwardSplit | None = None
-    last: torch.nn.Module | None = None
-    before_last: bool = False
     calls: list[_Call] = field(default_factory=list)
     _marks: dict[Any, Marks] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
-    _lost: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def reached(self, value: Any) -> Marks:
         """The marks of all tensors in a value."""
-        return self._of(_tensors(value)) | ({_LOST} if self._lost else set())
+        return self._of(tensors_in(value))
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> Marks:
         """The marks of tensors, and of what was written to the memory they share."""
@@ -161,7 +167,7 @@ class _Marking(TorchDispatchMode):
         return Marks().union(*(self._marks.get(key, ()) for key in keys))
 
     def _mark(self, value: Any, marks: Marks) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             self._marks[id(tensor)] = marks
             self._alive.append(tensor)  # another one may not have its id
 
@@ -170,7 +176,7 @@ class _Marking(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         if marks := self._of(given):
             self._mark(found, marks)
             if func._schema.is_mutable:
@@ -186,19 +192,16 @@ class _Marking(TorchDispatchMode):
             returned, keeps = _without_numbers(block, args, kwargs)
             given = _named(block, args, kwargs)
             tensors = {n: v for n, v in given.items() if isinstance(v, torch.Tensor)}
-            self.calls.append(_Call(path, block, tensors, returned, keeps))
-            if self.split is None or path not in self.split.blocks:
-                self._mark(returned, self.reached((args, kwargs)))
-            elif block is not self.last:
-                self._mark(returned, Marks({_LOST}))
-            else:
-                state = self.split.state
-                if self.before_last:
-                    others = [v for name, v in given.items() if name not in state]
-                    self._lost |= _LOST in self.reached(others)
-                values = (returned,) if len(state) == 1 else returned
-                for name, value in zip(state, values, strict=True):
-                    self._mark(value, Marks({name}))
+            reached = {name: self.reached(value) for name, value in given.items()}
+            values = returned if isinstance(returned, tuple | list) else (returned,)
+            number = len(self.calls)
+            marks = [(path, number, place) for place in range(len(values))]
+            call = _Call(path, block, tensors, reached, returned, marks, keeps)
+            self.calls.append(call)
+            # What blocks of this list made before counts where it was made.
+            others = {m for m in self.reached((args, kwargs)) if m[0] != path}
+            for value, mark in zip(values, marks, strict=True):
+                self._mark(value, Marks({mark, *others}))
             return returned
 
         return forward
@@ -216,8 +219,6 @@ def _look(
     """
     attributes = Attributes(ModuleTree(module))
     state = attributes.state()
-    leaves: list[torch.Tensor] = []
-    form = take_apart((args, dict(kwargs)), leaves, [])
     # Nobody is told of the calls: a seam would run parts of forward as programs.
     own = [(one, type(one).forward.__get__(one)) for one in module.modules()]
     blocks = [
@@ -229,11 +230,11 @@ def _look(
         torch.inference_mode(False),
         torch.no_grad(),
         forgetting(module),
-        attributes.held(state.form, map(_copy, state.tensors), []),
+        attributes.held(state.form, iter(copied(state.tensors)), []),
         forwards_replaced(own),
         forwards_replaced(blocks),
     ):
-        args, kwargs = put_together(form, map(_copy, leaves))
+        args, kwargs = copied((args, dict(kwargs)))
         with marking:
             return module.forward(*args, **kwargs)
 
@@ -265,7 +266,7 @@ def _without_numbers(
             ) from error
         pairs = zip(containers, before, strict=True)
         changed = any(not same_content(content_of(one), old) for one, old in pairs)
-        own = {id(tensor) for tensor in _tensors(found)}
+        own = {id(tensor) for tensor in tensors_in(found)}
         keeps = changed or any(f._version and id(f) not in own for f in fakes)
     known = {id(fake): leaf for fake, leaf in zip(fakes, leaves, strict=True)}
 
@@ -285,17 +286,6 @@ def _named(
     """The arguments of a block's call by the names of its parameters."""
     bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
     return {**bound.arguments, **bound.arguments.get("kwargs", {})}
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves: list[torch.Tensor] = []
-    take_apart(value, leaves, [])
-    return leaves
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host that forward may write to."""
-    return tensor.detach().clone()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int]:

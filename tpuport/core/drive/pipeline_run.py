@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from tpuport.core.drive.tape_folder import TapeFolder
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import cannot_write
-from tpuport.core.files.run_record import PIPELINE_SCHEMA, RUN_FILE
+from tpuport.core.files.run_record import PIPELINE_SCHEMA, RUN_FILE, STAGES
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.settings_diff import differences
 from tpuport.core.files.typed import checked
@@ -140,7 +140,8 @@ class PipelineRun:
         Raises:
             ArtifactError: a tape is not usable.
         """
-        return all(_done(tape) >= _ORDER.index(stage) for tape in self.tapes)
+        over = [tape.read().finished for tape in self.tapes]
+        return all(one and STAGES.index(one) >= STAGES.index(stage) for one in over)
 
     def check_finished(self, stage: StageName) -> None:
         """Refuse a stage whose stage before is not finished.
@@ -154,12 +155,3 @@ class PipelineRun:
             f"{self.path}: the stage {stage} is not finished; run `tpuport {stage} "
             f"--run-dir {self.path}` first"
         )
-
-
-_ORDER = list(StageName)
-
-
-def _done(tape: TapeFolder) -> int:
-    """The number of the last stage that is over; -1 without one."""
-    finished = tape.read().finished
-    return -1 if finished is None else _ORDER.index(finished)

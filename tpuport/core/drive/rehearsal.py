@@ -22,6 +22,7 @@ from accelerate import init_empty_weights
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.drive.driving import Drive, driving
 from tpuport.core.drive.step_caches import standing, step_caches
+from tpuport.core.drive.tape import StageEnd
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
@@ -329,7 +330,7 @@ def rehearse(
     """
 
     def reached() -> None:
-        raise _Reached
+        raise StageEnd
 
     modules = modules_of(pipeline)
     drive: Drive | None = None
@@ -354,7 +355,7 @@ def rehearse(
         drive.caches = caches
         if first_step:
             drive.on_step = reached
-        with contextlib.suppress(_Reached):
+        with contextlib.suppress(StageEnd):
             output = pipeline(**arguments)
             seam.arithmetic.compute()  # of what a run reads: its output
             del output
@@ -375,10 +376,6 @@ def rehearse(
         )
 
 
-class _Reached(BaseException):
-    """The first call of a denoiser, or the first step."""
-
-
 def check_step_cache(
     pipeline: Any, target: Target, arguments: Mapping[str, Any], cache: StepCache
 ) -> None:
@@ -392,6 +389,5 @@ def check_step_cache(
     Raises:
         StepCacheError: there is no such cache for the pipeline.
     """
-
     on_host = modules_of(pipeline)
     rehearse(pipeline, target, arguments, Reporter(), on_host, cache, first_call=True)

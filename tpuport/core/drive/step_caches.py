@@ -10,8 +10,8 @@ one of each expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ import torch
 from tpuport.core.drive.found_split import NoSplitError, block_lists, found_split
 from tpuport.core.enums import denoises
 from tpuport.core.seam.journal import Asked
-from tpuport.core.seam.module_weights import declared_split
+from tpuport.core.seam.module_weights import fitting
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.step_cache import StepCache
+from tpuport.core.tracing.block_stacks import forwards_replaced
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.errors import UsageError
 
@@ -80,7 +81,7 @@ class StepCaches:
     Attributes:
         cache: which steps are cached, and from what.
         modules: the denoisers, by component.
-        declared: the split of a denoiser whose native blocks are in place.
+        target: what programs are made for; ``None`` for upstream's own code.
         histories: what is kept, by call of a step.
         on_call: told that a call is about to be made, whose split is known.
         calls: how many calls of denoisers there were, and how many were cached.
@@ -88,7 +89,7 @@ class StepCaches:
 
     cache: StepCache
     modules: Mapping[str, torch.nn.Module]
-    declared: Callable[[str], ForwardSplit | None] = lambda name: None
+    target: Target | None = None
     histories: dict[Key, History] = field(default_factory=dict)
     on_call: Callable[[], None] = lambda: None
     calls: tuple[int, int] = (0, 0)
@@ -106,7 +107,7 @@ class StepCaches:
 
     def other(self, cache: StepCache) -> StepCaches:
         """Another step cache of the same denoisers."""
-        return StepCaches(cache, self.modules, self.declared)
+        return StepCaches(cache, self.modules, self.target)
 
     def taken(self, asked: Asked, timesteps: Any, total: int) -> Asked:
         """A call that upstream makes, full or cached.
@@ -189,7 +190,10 @@ class StepCaches:
     def _split(self, kind: Key, asked: Asked, args: Any, kwargs: Any) -> ForwardSplit:
         """Where a denoiser's forward splits; looked for once in each kind of call."""
         if asked.name not in self._declared:
-            self._declared[asked.name] = self.declared(asked.name)
+            claim = None
+            if self.target is not None:
+                claim, _ = fitting(asked.name, asked.module, self.target)
+            self._declared[asked.name] = None if claim is None else claim.split
         if (declared := self._declared[asked.name]) is not None:
             return declared
         if kind not in self._splits:
@@ -210,17 +214,9 @@ class StepCaches:
         )
 
 
-@contextmanager
-def standing(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def standing(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """In this block forwards of ``modules`` do what their :class:`CacheCall` says."""
-    held = list(modules)
-    for module in held:
-        vars(module)["forward"] = _forward_of(module)
-    try:
-        yield
-    finally:
-        for module in held:
-            vars(module).pop("forward", None)
+    return forwards_replaced([(one, _forward_of(one)) for one in modules])
 
 
 def _forward_of(module: torch.nn.Module) -> Callable[..., Any]:
@@ -265,11 +261,7 @@ def step_caches(
             f"step cache {cache}: {type(pipeline).__name__} has no denoiser; leave the "
             "step cache out"
         )
-
-    def declared(name: str) -> ForwardSplit | None:
-        return None if target is None else declared_split(name, modules[name], target)
-
-    return StepCaches(cache, modules, declared)
+    return StepCaches(cache, modules, target)
 
 
 def _kind(value: Any) -> Any:

@@ -10,19 +10,21 @@ in another process or on another machine.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from tpuport.core.drive.kept_values import Kept, KeptError, Place, kept, shape_of
-from tpuport.core.drive.state_watch import Look, StateWatch
 from tpuport.core.drive.step_caches import History, Key, StepCaches
 from tpuport.core.enums import StageName, denoises
+from tpuport.core.seam.device_tensors import version
 from tpuport.core.seam.journal import Asked
+from tpuport.core.seam.module_state import Attributes, ModuleTree
 from tpuport.core.seam.module_weights import is_denoiser
+from tpuport.core.seam.values import FormError, equal, tensors_in
 from tpuport.errors import ArtifactError
 
 #: Attributes of a scheduler that no step changes.
@@ -30,7 +32,7 @@ _FIXED = frozenset({"_internal_dict", "step"})
 
 
 class StageEnd(BaseException):
-    """Ends a run of upstream's code where a stage ends."""
+    """Ends a run of upstream's code where a stage, or a rehearsal, ends."""
 
 
 class TapeError(ArtifactError):
@@ -101,17 +103,44 @@ class Recorded:
 
 @dataclass(slots=True)
 class _Pass:
-    """Where a scheduler stands in its timesteps.
-
-    Attributes:
-        timesteps: the tensor itself; another one begins another pass.
-        index: of the next step.
-        at: the place of the pass in the list of steps.
-    """
+    """Where a scheduler stands in its timesteps; another tensor begins another pass."""
 
     timesteps: Any
+    #: Of the next step.
     index: int | None
+    #: The place of the pass in the list of steps.
     at: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Look:
+    """What a call may change that lives on, at one moment.
+
+    A denoiser may keep keys and values of frames that are done. Such a call is made
+    again when a run goes on; others need not be.
+
+    Attributes:
+        own, given: the tensors in attributes of the module, and in the arguments.
+        marks: of both, which tensor it is and how often something wrote to the tensor.
+    """
+
+    own: Sequence[torch.Tensor]
+    given: Sequence[torch.Tensor]
+    marks: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
+
+    @classmethod
+    def at(cls, own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> _Look:
+        ours, theirs = ([(id(t), version(t)) for t in each] for each in (own, given))
+        return cls(own, given, (ours, theirs))
+
+    def digest(self, before: _Look) -> int:
+        """A digest of the arguments that a call since ``before`` only read."""
+        found = 0
+        for tensor, mark in zip(self.given, self.marks[1], strict=True):
+            if mark in before.marks[1]:
+                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                found = zlib.crc32(data.numpy(), found)
+        return found
 
 
 @dataclass(eq=False)
@@ -141,7 +170,7 @@ class Tape:
     recorded: Recorded = field(init=False)
     unkept: str = field(default="", init=False)
     _between: bool = False
-    _watches: dict[int, StateWatch] = field(default_factory=dict)
+    _attributes: dict[int, Attributes] = field(default_factory=dict)
     _played_calls: int = 0
     _played_steps: int = 0
     _counts: dict[int, int] = field(default_factory=dict)
@@ -227,7 +256,7 @@ class Tape:
         now, new = self._random(), self._look(asked)
         answer = None
         # What an encoder keeps is of its own calls, which are all given back.
-        if not after and (new.same(old) or not denoises(name)):
+        if not after and (new.marks == old.marks or not denoises(name)):
             with contextlib.suppress(KeptError):
                 answer = shape_of(result) if _by_shape(asked) else kept(result)
         given = new.digest(old) if answer is None else 0
@@ -250,11 +279,16 @@ class Tape:
             self._set_random(call.random)
         return result
 
-    def _look(self, asked: Asked) -> Look:
+    def _look(self, asked: Asked) -> _Look:
+        """The tensors in a module's attributes, and in the arguments of a call."""
         number = id(asked.module)
-        if number not in self._watches:
-            self._watches[number] = StateWatch(asked.module)
-        return self._watches[number].look(asked)
+        if number not in self._attributes:
+            self._attributes[number] = Attributes(ModuleTree(asked.module))
+        try:
+            given = tensors_in((asked.args, asked.kwargs))
+        except FormError:  # a collection that no program takes
+            given = [torch.empty(0)]
+        return _Look.at(self._attributes[number].state().tensors, given)
 
     def step(self, key: int, scheduler: Any, run: Callable[[], Any]) -> Any:
         """The result of a scheduler's step.
@@ -361,20 +395,5 @@ def _restore(holder: Any, state: Mapping[str, Any]) -> None:
     for name in inside.keys() - state.keys() - _FIXED:
         del inside[name]
     for name, value in state.items():
-        if name not in inside or not _equal(inside[name], value):
+        if name not in inside or not equal(inside[name], value):
             inside[name] = value
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict):
-        same = list(one) == list(other)
-        return same and all(map(_equal, one.values(), other.values()))
-    return bool(one == other)

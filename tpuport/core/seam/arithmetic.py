@@ -73,19 +73,14 @@ STAGES = (str(StageName.DENOISE),)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operation:
-    """An operator on tensors of some shapes.
-
-    Attributes:
-        computes: what computes it on arrays.
-        args, kwargs: with places for tensors and numbers; see :class:`_Taking`.
-        result: shape and dtype.
-        strides, dtype: of the result, as torch says.
-    """
+    """An operator on tensors of some shapes."""
 
     computes: Computes
+    #: With places for tensors and numbers; see :class:`_Taking`.
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     result: jax.ShapeDtypeStruct
+    #: Of the result, as torch says.
     strides: tuple[int, ...]
     dtype: torch.dtype
 

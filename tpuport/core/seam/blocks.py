@@ -8,11 +8,11 @@ import itertools
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from tpuport.core.seam.module_state import OWN_ATTRIBUTES
+from tpuport.core.seam.values import equal
 from tpuport.core.tracing.block_stacks import Stack, tensors_of
 
 #: A list of blocks becomes one scan if the list holds this share of the elements.
@@ -157,48 +157,7 @@ def _alike(
         }
         for block in pair
     )
-    return _equal(ours, theirs, set())
-
-
-def _equal(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
-    """Whether two attributes are equal; ``seen`` are pairs that are under way."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.nn.Module):
-        return True  # the module is elsewhere in the tree, and compared there
-    if isinstance(one, torch.Tensor):
-        return not one.is_meta and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(
-            _equal(one[key], other[key], seen) for key in one
-        )
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(
-            _equal(*pair, seen) for pair in zip(one, other, strict=True)
-        )
-    parts = _parts(one)
-    if parts is None:
-        return bool(one == other)
-    if (id(one), id(other)) in seen:
-        return True
-    seen.add((id(one), id(other)))
-    return _equal(parts, _parts(other), seen)
-
-
-def _parts(value: Any) -> dict[str, Any] | None:
-    """The parts of an object to compare; ``None`` if ``==`` compares the object."""
-    if isinstance(value, functools.partial):
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if isinstance(value, types.MethodType):
-        return {"function": value.__func__}
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return {"code": value.__code__, "default": value.__defaults__, "cells": cells}
-    if isinstance(value, type) or not hasattr(value, "__dict__"):
-        return None
-    return vars(value)
+    return equal(ours, theirs)
 
 
 def _runs(kinds: Sequence[int], turns: bool) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 #: What upstream may ask of a tensor without reading the numbers.
 _ABOUT = frozenset(
@@ -265,11 +265,6 @@ class DeviceTensor(torch.Tensor):
         value = self.ask()
         return None if value is None else value.get()
 
-    @property
-    def needs_grad(self) -> bool:
-        """Whether the tensor on the host asks for gradients."""
-        return self._host is not None and self._host.requires_grad
-
     def alone(self) -> bool:
         """Whether no view and no host code can see what is written to the tensor."""
         return self.family.host is None and len(self.family.members()) == 1
@@ -372,20 +367,17 @@ class DeviceTensor(torch.Tensor):
 
 def _computing(given: Any) -> Records | None:
     """What computes on tensors; ``None`` where the host does."""
-    found: Records | None = None
-    waiting = [given]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, DeviceTensor):
-            if one.needs_grad and torch.is_grad_enabled():
-                return None
-            if one.arithmetic is not None and one.ask() is not None:
-                found = one.arithmetic
-        elif isinstance(one, torch.Tensor):
-            if one.requires_grad and torch.is_grad_enabled():
-                return None
-        elif isinstance(one, list | tuple):
-            waiting.extend(one)
-        elif isinstance(one, dict):
-            waiting.extend(one.values())
-    return found
+    tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+    if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
+        return None
+    for one in tensors:
+        if isinstance(one, DeviceTensor) and one.arithmetic is not None and one.ask():
+            return one.arithmetic
+    return None
+
+
+def _needs_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or its copy on the host, asks for gradients."""
+    if isinstance(tensor, DeviceTensor):
+        return tensor._host is not None and tensor._host.requires_grad
+    return tensor.requires_grad

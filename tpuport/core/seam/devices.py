@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.mesh.compiler_flags import flags_for
@@ -56,7 +56,8 @@ class Devices:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._known: dict[int, tuple[Any, int, jax.Array]] = {}
+        self._known: MutableMapping[torch.Tensor, tuple[int, jax.Array]]
+        self._known = WeakTensorKeyDictionary()
 
     def array(self, tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> jax.Array:
         """The tensor on the devices; uploaded once if nothing writes to it.
@@ -71,16 +72,11 @@ class Devices:
             tensor = tensor.on_host()
         if tensor.is_inference():
             return self._put(tensor, place)
-        key = id(tensor)
-        known = self._known.get(key)
-        if known and known[0]() is tensor and known[1] == tensor._version:
-            return self._fitted(known[2], tuple(tensor.shape), place)
+        known = self._known.get(tensor)
+        if known is not None and known[0] == tensor._version:
+            return self._fitted(known[1], tuple(tensor.shape), place)
         array = self._put(tensor, place)
-
-        def forget(_: Any) -> None:
-            self._known.pop(key, None)
-
-        self._known[key] = (weakref.ref(tensor, forget), tensor._version, array)
+        self._known[tensor] = tensor._version, array
         return array
 
     def read(self, array: Any) -> torch.Tensor:

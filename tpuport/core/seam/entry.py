@@ -40,6 +40,7 @@ from tpuport.core.seam.values import (
     put_together,
     same_content,
     take_apart,
+    tensors_in,
 )
 from tpuport.core.space.pictures import Pictures, Tensor, pictures_of
 from tpuport.core.space.split_program import Call, split_call
@@ -66,16 +67,11 @@ class PortError(TpuportError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """What forward reads in one call, besides the weights.
-
-    Attributes:
-        form: of the arguments.
-        state: of the attributes.
-        tensors: of the arguments, then of the attributes.
-    """
+    """What forward reads in one call, besides the weights."""
 
     form: Form
     state: State
+    #: Of the arguments, then of the attributes.
     tensors: Sequence[torch.Tensor]
 
     def values(self, constant: Iterable[int]) -> Any:
@@ -86,13 +82,9 @@ class _Given:
 
 @dataclass(slots=True)
 class _OfShapes:
-    """The programs for tensors of some shapes, in some structure.
+    """The programs for tensors of some shapes, by the values that are compiled in."""
 
-    Attributes:
-        constant: positions of the tensors whose values are compiled in.
-        programs: by those values.
-    """
-
+    #: Positions of the tensors with these values.
     constant: frozenset[int] = frozenset()
     programs: dict[Any, Program] = field(default_factory=dict)
 
@@ -292,7 +284,7 @@ class Entry(ProgramRuns):
         infos = jax.tree.leaves(program.traced.out_info)
         if not any(info.dtype == jnp.int32 for info in infos):
             return ()
-        runtime, leaves = self._port().runtime, list[torch.Tensor]()
+        runtime = self._port().runtime
         with contextlib.ExitStack() as stack:
             stack.enter_context(forgetting(self.module))
             stack.enter_context(torch.no_grad())
@@ -302,10 +294,10 @@ class Entry(ProgramRuns):
             args, kwargs = put_together(given.form, values)
             stack.enter_context(self._attributes.held(given.state.form, values, []))
             try:
-                take_apart(self._forward(*args, **kwargs), leaves, [])
+                found = tensors_in(self._forward(*args, **kwargs))
             except RuntimeError:  # torch's, at the line that reads
                 return ()
-        return tuple(leaf.dtype for leaf in leaves)
+        return tuple(one.dtype for one in found)
 
     def _check_mesh(self, program: Program) -> None:
         """Refuse a mesh with an axis over which a denoiser splits nothing."""

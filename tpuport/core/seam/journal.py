@@ -1,4 +1,4 @@
-"""The calls of a port's modules, and who answers them."""
+"""The calls of a port's modules and schedulers, and who answers them."""
 
 from __future__ import annotations
 
@@ -73,6 +73,8 @@ class Journal:
         between: computes between the calls.
         on_call: told the name of what upstream's pipeline is about to call.
         answer: gives the result of a call; by default, by running the call.
+        on_step: gives the result of a scheduler's step, of the scheduler and what makes
+            the step; by default the step is made, and programs end where the step ends.
         ran: the last program that ran, compiled.
         op_by_op: whether programs run op by op, to debug.
     """
@@ -82,6 +84,7 @@ class Journal:
         self.calls: deque[Called] = deque(maxlen=1 << 16)
         self.on_call: Callable[[str], None] = lambda name: None
         self.answer: Callable[[Asked], Any] = Asked.run
+        self.on_step: Callable[[Any, Callable[[], Any]], Any] | None = None
         self.ran: Any = None
         self.op_by_op = False
         self.between = Between()
@@ -93,6 +96,14 @@ class Journal:
         if text not in self._noticed:
             self._noticed.add(text)
             self.reporter.say(text)
+
+    def step(self, scheduler: Any, run: Callable[[], Any]) -> Any:
+        """The result of a scheduler's step, which ``run`` makes."""
+        if self.on_step is not None:
+            return self.on_step(scheduler, run)
+        result = run()
+        self.between.compute()
+        return result
 
     def call(self, asked: Asked) -> Any:
         """The result of a call.

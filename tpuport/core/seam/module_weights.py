@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,14 +12,11 @@ import torch
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.mesh_use import undivided
-from tpuport.core.reports import Reporter
+from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
-from tpuport.core.seam.devices import Devices
-from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import Stack
-from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.patching import PatchStatus
 from tpuport.core.tracing.ported_module import PortedModule, WeightNames
 from tpuport.core.tracing.runtime import Runtime
@@ -32,7 +29,7 @@ from tpuport.core.weights.sharding import (
     plan_sharding,
 )
 from tpuport.core.weights.transforms import transformer
-from tpuport.errors import MeshError, ShardingError
+from tpuport.errors import ShardingError
 
 #: Bytes of weights that every device may hold of a component that upstream calls once
 #: a video. To bring more to every device takes longer than to gather it there.
@@ -53,7 +50,8 @@ class ModuleWeights:
     Args:
         module: upstream's.
         name: for messages.
-        devices, journal: of the port.
+        arithmetic: on results; of the port.
+        make_room: called before weights are placed; other entries may have to go.
 
     Attributes:
         target: what its programs are made for.
@@ -61,14 +59,19 @@ class ModuleWeights:
     """
 
     def __init__(
-        self, module: torch.nn.Module, name: str, devices: Devices, journal: Journal
+        self,
+        module: torch.nn.Module,
+        name: str,
+        arithmetic: Arithmetic,
+        make_room: Callable[[Any], None],
     ) -> None:
         self.name = name
         self.module = module
-        self.target = self._asked = _target_of(name, devices.target)
+        self._arithmetic, self._make_room = arithmetic, make_room
+        self._devices, self._journal = arithmetic.devices, arithmetic.journal
+        self.target = self._asked = _target_of(name, self._devices.target)
         self.plan: ShardingPlan | None = None
         self._tree = ModuleTree(module)
-        self._devices, self._journal = devices, journal
         self._tensors: tuple[Any, ...] = ()
         self._kinds: tuple[Any, ...] = ()
         self._weights: Mapping[str, jax.Array] | None = None
@@ -109,7 +112,7 @@ class ModuleWeights:
 
     def _port(self) -> PortedModule:
         if self._ported is None:
-            self._claim = self._fitting()
+            self._claim = self._claimed()
             stacked: tuple[Stack, ...] = ()
             # In space none: a kernel in a scan copies its pictures in and out.
             if not self.target.splits_space(self.name):
@@ -119,40 +122,19 @@ class ModuleWeights:
         assert self._ported is not None
         return self._ported
 
-    def _fitting(self) -> Claim | None:
-        """What the plugin knows of this module, if the module is as the plugin knows.
-
-        An adapter makes it another module, and so does a processor of attention that
-        is not upstream's: native blocks would pass either over.
-        """
+    def _claimed(self) -> Claim | None:
+        """What the plugin knows of this module; other modules run without."""
         self.target = self._asked
-        claim = self.target.claims.get(self.name)
-        if claim is None:
-            return None
-        other, adapted = "", _adapted(self.module)
-        if not claim.fits(getattr(self.module, "config", {})):
-            other = "settings in its config"
-        elif claim.whole and not _upstreams_attention(self.module):
-            other = "attention"
-        elif claim.whole and adapted:
-            other = "weights, of an adapter,"
-        else:
-            try:
-                stored = PortedModule(self.module, self._runtime()).stored()
-                _plan(claim, self.name, self.module, stored, self.target)
-            except (ShardingError, MeshError):
-                if not adapted:
-                    raise  # of the plugin's layout
-                other = "weights"
-        if not other:
-            return claim
-        assert self.target.general is not None
-        self.target = self.target.general
-        self._journal.reporter.say(
-            f"{self.name} has other {other} than the plugin of {claim.plugin} knows: "
-            "it runs as any module, without the plugin"
-        )
-        return None
+        claim, other = fitting(self.name, self.module, self.target)
+        if other:
+            assert self.target.general is not None
+            plugin = self.target.claims[self.name].plugin
+            self.target = self.target.general
+            self._journal.reporter.say(
+                f"{self.name} has other {other} than the plugin of {plugin} knows: it "
+                "runs as any module, without the plugin"
+            )
+        return claim
 
     def _runtime(self) -> Runtime:
         module = self.module
@@ -184,7 +166,12 @@ class ModuleWeights:
         self._structs = abstract_weights(ported, self.plan, mesh)
         self._ported = ported
 
-    def _place(self) -> Mapping[str, jax.Array]:
+    def _placed(self) -> Mapping[str, jax.Array]:
+        """The weights, on the devices."""
+        if self._weights is not None:
+            return self._weights
+        self._make_room(self)
+        self._journal.reporter.loading(self.name)
         ported = self._port()
         tensors = ported.tensors()
         names = (*ported.names.stored, *ported.names.computed)
@@ -192,7 +179,8 @@ class ModuleWeights:
         config = getattr(self.module, "config", {})
         transform = transformer(transforms, config, ported.names.stored)
         arrays = ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names)
-        return self._devices.weights(ported, self._structs, arrays)
+        self._weights = self._devices.weights(ported, self._structs, arrays)
+        return self._weights
 
     def _refresh(self) -> None:
         """Take over what changed in the module's tensors since the last call."""
@@ -218,45 +206,39 @@ class ModuleWeights:
         raise NotImplementedError
 
 
-def check_claim(name: str, module: torch.nn.Module, target: Target) -> None:
-    """Refuse a plugin's layout that does not fit a component, before anything runs.
+def fitting(
+    name: str, module: torch.nn.Module, target: Target
+) -> tuple[Claim | None, str]:
+    """What a plugin knows of a module, or what the module has that no plugin knows.
+
+    An adapter makes a module another one, and so does a processor of attention that is
+    not upstream's: native blocks would pass either over.
 
     Raises:
-        ShardingError: the pattern.
+        ShardingError: the pattern of the plugin's layout that fits no weight.
         MeshError: the axis that divides no heads or weights.
     """
     claim = target.claims.get(name)
-    if claim is None or _adapted(module):
-        return
-    if claim.fits(getattr(module, "config", {})):
-        _plan(claim, name, module, module.state_dict(), target)
-
-
-def _plan(
-    claim: Claim,
-    name: str,
-    module: torch.nn.Module,
-    stored: Mapping[str, torch.Tensor],
-    target: Target,
-) -> None:
-    """Plan a claim's layout; a mesh that does not fit is an error of the mesh."""
-    mesh = dict(target.mesh.shape)
+    if claim is None:
+        return None, ""
+    adapted, config = _adapted(module), getattr(module, "config", {})
+    if not claim.fits(config):
+        return None, "settings in its config"
+    if claim.whole and not _upstreams_attention(module):
+        return None, "attention"
+    if claim.whole and adapted:
+        return None, "weights, of an adapter,"
+    state, mesh = module.state_dict(keep_vars=True), dict(target.mesh.shape)
     try:
-        claim.plan(stored, mesh)
-    except UndividedError as error:
-        config = getattr(module, "config", {})
-        heads = getattr(config, "num_attention_heads", None)
-        raise undivided(name, mesh, error.split, heads) from None
-
-
-def declared_split(
-    name: str, module: torch.nn.Module, target: Target
-) -> ForwardSplit | None:
-    """Where a module's forward splits, if a plugin says so for the module as it is."""
-    if name not in target.claims:
-        return None
-    claim = ModuleWeights(module, name, Devices(target), Journal(Reporter()))._fitting()
-    return None if claim is None else claim.split
+        claim.plan({key: state[key] for key in WeightNames.of(module).stored}, mesh)
+    except ShardingError as error:
+        if adapted:
+            return None, "weights"
+        if isinstance(error, UndividedError):
+            heads = getattr(config, "num_attention_heads", None)
+            raise undivided(name, mesh, error.split, heads) from None
+        raise
+    return claim, ""
 
 
 def _target_of(name: str, target: Target) -> Target:

@@ -16,9 +16,8 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.module_weights import check_claim
+from tpuport.core.seam.module_weights import fitting
 from tpuport.core.seam.seam import Seam
-from tpuport.core.seam.standing import Stepping
 from tpuport.core.seam.target import Target
 from tpuport.errors import UsageError, did_you_mean
 
@@ -93,19 +92,15 @@ def port_pipeline(
             )
     taken = {name: c for name, c in components.items() if name not in on_host}
     for name, component in taken.items():
-        check_claim(name, component, target)
-    seam = Seam(taken, target, reporter or Reporter())
+        fitting(name, component, target)  # or a refusal, before anything runs
+    rest = {n: c for n, c in pipeline.components.items() if n not in components}
+    seam = Seam({**taken, **rest}, target, reporter or Reporter())
     # Weak: the pipeline and its seam go together.
     same = functools.partial(_check_same, weakref.ref(pipeline), taken)
     seam.journal.on_call = same
     held = _guard(pipeline, "pipe", _PIPELINE_METHODS)
     for component in taken.values():
         held += _guard(component, "module", _MODULE_METHODS)
-    for component in pipeline.components.values():
-        if hasattr(component, "set_timesteps") and hasattr(component, "step"):
-            end = weakref.WeakMethod(seam.arithmetic.compute)
-            step = Stepping(component, functools.partial(_step, end))
-            held += _set(component, step=step)
     pipeline.__dict__[_KEPT] = seam, held
     return pipeline
 
@@ -172,14 +167,6 @@ def _guard(owner: Any, what: str, methods: Mapping[str, str]) -> list[tuple[Any,
     if hasattr(owner, "set_attention_backend"):
         held += _set(owner, set_attention_backend=_set_attention_backend)
     return held
-
-
-def _step(end: Callable[[], Any], scheduler: Any, run: Callable[[], Any]) -> Any:
-    """A scheduler's step; programs end where it ends."""
-    result = run()
-    if (compute := end()) is not None:
-        compute()
-    return result
 
 
 def _set(owner: Any, **values: Callable[..., Any]) -> list[tuple[Any, str]]:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import GATHERS
 from tpuport.core.reports import CompileReport
-from tpuport.core.seam.arithmetic import FEWEST, Arithmetic
+from tpuport.core.seam.arithmetic import FEWEST
 from tpuport.core.seam.device_tensors import DeviceTensor, Value
 from tpuport.core.seam.devices import TracedProgram
 from tpuport.core.seam.draws import Draw
@@ -83,16 +83,11 @@ class Out:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A call that waits.
-
-    Attributes:
-        program: what runs it.
-        inputs: on the devices.
-        answers: what upstream has in place of the results.
-    """
+    """A call that waits."""
 
     program: Program
     inputs: Sequence[jax.Array]
+    #: What upstream has in place of the results.
     answers: Sequence[Value]
 
     def answered(self, arrays: Iterable[jax.Array]) -> None:
@@ -106,27 +101,12 @@ class _ApartError(TpuportError):
 
 
 class ProgramRuns(ModuleWeights):
-    """Runs the programs of one module.
+    """Runs the programs of one module."""
 
-    Args:
-        module, name: as of :class:`ModuleWeights`.
-        arithmetic: on results; of the port.
-        make_room: called before weights are placed; other entries may have to go.
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        name: str,
-        arithmetic: Arithmetic,
-        make_room: Callable[[Any], None],
-    ) -> None:
-        super().__init__(module, name, arithmetic.devices, arithmetic.journal)
-        self._arithmetic = arithmetic
-        self._make_room = make_room
-        self._made: CompileReport | None = None
-        self._waiting: _Waiting | None = None
-        self._apart: list[Program] = []
+    _made: CompileReport | None = None
+    _waiting: _Waiting | None = None
+    #: Programs of which two calls cannot be one.
+    _apart: tuple[Program, ...] = ()
 
     def _results(
         self, program: Program, arrays: Iterable[Any] | None = None
@@ -175,7 +155,7 @@ class ProgramRuns(ModuleWeights):
         try:
             ours, theirs = self._run(program, first.inputs, inputs)
         except _ApartError as error:
-            self._apart.append(program)
+            self._apart = (*self._apart, program)
             self._journal.reporter.say(
                 f"{self.name}: the two calls of a step run one by one ({error})"
             )
@@ -256,14 +236,6 @@ class ProgramRuns(ModuleWeights):
             forgetting(self.module),
         ):
             return program.call(self._placed(), inputs)
-
-    def _placed(self) -> Mapping[str, jax.Array]:
-        """The weights, on the devices."""
-        if self._weights is None:
-            self._make_room(self)
-            self._journal.reporter.loading(self.name)
-            self._weights = self._place()
-        return self._weights
 
     def _made_of(self, program: Program, differ: tuple[bool, ...]) -> Any:
         """``program`` compiled; two calls as one if ``differ`` names inputs."""

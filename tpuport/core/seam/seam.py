@@ -32,7 +32,7 @@ class Seam(Standing):
     """Runs the forwards of some components as programs until :meth:`close`.
 
     Args:
-        components: name -> module.
+        components: by name; modules and schedulers are stood at.
         target: what programs are made for.
         reporter: told of programs that are compiled.
         entry: makes what answers the calls of a module.
@@ -44,7 +44,7 @@ class Seam(Standing):
 
     def __init__(
         self,
-        components: Mapping[str, torch.nn.Module],
+        components: Mapping[str, Any],
         target: Target,
         reporter: Reporter,
         entry: Callable[..., Entry] = Entry,

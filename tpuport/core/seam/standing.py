@@ -1,8 +1,9 @@
-"""Stands at the calls of modules: whatever answers, upstream's code calls as ever.
+"""Stands at the calls of components: whatever answers, upstream's code calls as ever.
 
 Upstream's pipeline calls a component: its ``forward``, or a method that loops over
 forwards, such as an autoencoder's ``decode``. The outermost of these calls is told to
-the journal, which may answer the call by itself.
+the journal, which may answer the call by itself. The journal makes the steps of
+schedulers too.
 """
 
 from __future__ import annotations
@@ -31,19 +32,26 @@ class Standing:
     By itself a stand lets upstream's own code answer.
 
     Args:
-        components: name -> module. Every ``forward`` in them is stood at, and the
-            other methods that pipelines call.
+        components: by name. Every ``forward`` in the modules is stood at, and the
+            other methods that pipelines call; ``step`` of schedulers; nothing else.
         journal: told of every call that begins outside of the components.
     """
 
-    def __init__(
-        self, components: Mapping[str, torch.nn.Module], journal: Journal
-    ) -> None:
+    def __init__(self, components: Mapping[str, Any], journal: Journal) -> None:
         self.journal = journal
-        self._held: list[tuple[torch.nn.Module, str, Any, Any]] = []
-        for name, component in components.items():
+        self._held: list[tuple[Any, str, Any, Any]] = []
+        modules = {
+            name: component
+            for name, component in components.items()
+            if isinstance(component, torch.nn.Module)
+        }
+        for name, component in modules.items():
             _check_untouched(name, component)
         for name, component in components.items():
+            scheduler = name == "scheduler" or hasattr(component, "set_timesteps")
+            if scheduler and hasattr(component, "step"):
+                self._hold(component, "step", Stepping(component, journal.step))
+        for name, component in modules.items():
             for path, module in component.named_modules():
                 if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
                     self._stand_at_forward(f"{name}.{path}".rstrip("."), module)
@@ -52,7 +60,7 @@ class Standing:
                     self._stand_at(f"{name}.{method}", component, method, _upstreams)
 
     def close(self) -> None:
-        """Give the modules their own methods back."""
+        """Give the components their own methods back."""
         for module, method, before, stood in reversed(self._held):
             # Hooks of upstream that came later stand before the seam's forward, and
             # put it back when they go.
@@ -89,9 +97,13 @@ class Standing:
             made = functools.partial(answer, original)
             return journal.call(Asked(name, module, args, kwargs, made))
 
+        self._hold(module, method, stood)
+
+    def _hold(self, component: Any, method: str, stood: Any) -> None:
+        """Put what stands in the place of a method there."""
         stood.__dict__[_MARK] = True
-        self._held.append((module, method, own, stood))
-        module.__dict__[method] = stood
+        self._held.append((component, method, vars(component).get(method), stood))
+        vars(component)[method] = stood
 
 
 def _upstreams(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +116,7 @@ class Stepping:
     A pipeline may copy its scheduler, for sound say: the copy has its own.
 
     Args:
-        around: gets the scheduler, and what makes the step; gives the result.
+        around: :meth:`Journal.step`.
     """
 
     def __init__(
@@ -122,10 +134,11 @@ class Stepping:
         return Stepping(memo[id(self._scheduler)], self._around)
 
 
-def is_ported(module: torch.nn.Module) -> bool:
-    """Whether a seam stands at the module's forward."""
-    stands = getattr(vars(module).get("forward"), "__dict__", {})
-    return bool(stands.get(_MARK))
+def is_ported(component: Any) -> bool:
+    """Whether a seam stands at a module's forward, or a scheduler's step."""
+    own = getattr(component, "__dict__", {})
+    stands = (getattr(own.get(name), "__dict__", {}) for name in ("forward", "step"))
+    return any(one.get(_MARK) for one in stands)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

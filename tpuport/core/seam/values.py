@@ -7,12 +7,14 @@ equal forms and tensors of equal shapes run the same program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpuport.errors import TpuportError
@@ -147,6 +149,20 @@ def put_together(
     return form.value(**dict(zip(form.keys, parts, strict=True)))
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, in order."""
+    leaves: list[torch.Tensor] = []
+    take_apart(value, leaves, [])
+    return leaves
+
+
+def copied(value: Any) -> Any:
+    """A value whose tensors and collections are its own."""
+    leaves: list[torch.Tensor] = []
+    form = take_apart(value, leaves, [])
+    return put_together(form, (leaf.detach().clone() for leaf in leaves))
+
+
 def inside(container: Any) -> dict[Any, Any]:
     """What a dict holds, or the attributes of an object, to be changed in place."""
     return container if isinstance(container, dict) else vars(container)
@@ -263,3 +279,52 @@ def same_content(one: list[Any], other: list[Any]) -> bool:
         return a is b or (isinstance(a, int | str | float) and bool(a == b))
 
     return len(one) == len(other) and all(map(same, one, other))
+
+
+def equal(one: Any, other: Any, seen: set[tuple[int, int]] | None = None) -> bool:
+    """Whether two values are equal, tensors and objects by what they hold.
+
+    Args:
+        seen: pairs of objects that are under way.
+    """
+    seen = set() if seen is None else seen
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.nn.Module):
+        return True  # the module is elsewhere in the tree, and compared there
+    if isinstance(one, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and not one.is_meta and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(
+            equal(one[key], other[key], seen) for key in one
+        )
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(
+            equal(*pair, seen) for pair in zip(one, other, strict=True)
+        )
+    parts = _parts(one)
+    if parts is None:
+        return bool(one == other)
+    if (id(one), id(other)) in seen:
+        return True
+    seen.add((id(one), id(other)))
+    return equal(parts, _parts(other), seen)
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """The parts of an object to compare; ``None`` if ``==`` compares the object."""
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return {"function": value.__func__}
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return {"code": value.__code__, "default": value.__defaults__, "cells": cells}
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return None
+    return vars(value)
