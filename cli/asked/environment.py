@@ -15,6 +15,7 @@ from tpuport import api
 from tpuport.cli.shown import signals
 from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.core.files.folders import check_folder
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, check_libtpu, compile_environment
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
@@ -23,6 +24,15 @@ from tpuport.errors import OutputError
 
 #: Device files of TPUs (two driver generations) and of NVIDIA GPUs.
 _ACCELERATORS = ("accel*", "vfio/[0-9]*", "nvidia0")
+
+#: The meshes that ``tpuport check`` tries; the last if a plugin has a layout for tp.
+MESHES = (MeshSpec(), MeshSpec(dp=2, sp=2), MeshSpec(sp=2, tp=2))
+#: Devices for these, and compiles for CPUs in half the time. For TPUs nothing changes.
+_SMALL_MESHES = (
+    f"--xla_force_host_platform_device_count={max(mesh.size for mesh in MESHES)}",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
 
 #: Read by the libraries when they are imported. What the user set stays.
 _QUIET = {
@@ -68,6 +78,14 @@ def prepare(*, debug: bool = False) -> None:
         warnings.simplefilter("ignore")
 
 
+def prepare_small_meshes() -> None:
+    """CPU devices for a small mesh, before jax is imported; what the user set wins."""
+    if "jax" not in sys.modules:
+        flags = [*_SMALL_MESHES, os.environ.get("XLA_FLAGS", "")]
+        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
 def prepare_topology(topology: Topology) -> None:
     """Set this process up to compile for a slice that is not there.
 
@@ -83,6 +101,19 @@ def import_libraries(reporter: Reporter) -> None:
     """Import torch, jax and diffusers, which takes seconds; Ctrl-C ends at once."""
     with signals.starting(before="\n"):
         api.import_libraries(reporter)
+
+
+@contextlib.contextmanager
+def running(cache: Path | None, display: Display | None = None) -> Iterator[Display]:
+    """What shows a run; modules that need torch and jax are imported in the block.
+
+    Args:
+        cache: the cache folder asked for, which must be writable.
+    """
+    cache_folder(cache)
+    with display or Display(signals.check) as shown:
+        import_libraries(shown)
+        yield shown
 
 
 @contextlib.contextmanager

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.environment import prepare, running
 from tpuport.cli.asked.options import command, refuse_options
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.benchmark import measure
 from tpuport.cli.runs.variants import with_model
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Backend
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.step_cache import METHODS, StepCache
 from tpuport.errors import UsageError
+
+
+class _Once(Display):
+    """Says nothing twice: every run would say it."""
+
+    def __init__(self) -> None:
+        super().__init__(signals.check)
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """A line, if it was not said."""
+        if text not in self._said:
+            self._said.add(text)
+            super().say(text)
 
 
 @command("bench")
@@ -62,7 +78,12 @@ def bench(
     if quality and not caches:
         caches = [StepCache(method=name) for name in METHODS]
     settings = with_model(settings)
-    result = measure(settings, repeat=repeat, against=against, caches=caches)
+    opened = time.perf_counter()
+    with running(settings.cache_dir, _Once()) as display:
+        from tpuport.cli.runs.benchmark import measure
+
+        how = {"repeat": repeat, "against": against, "caches": caches}
+        result = measure(settings, **how, opened=opened, reporter=display)
     if settings.json:
         print_json(result)
     else:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import importlib.util
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuport.cli.asked.environment import looking, prepare, prepare_topology
+from tpuport.cli.asked.environment import (
+    import_libraries,
+    looking,
+    prepare,
+    prepare_small_meshes,
+    prepare_topology,
+)
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.checked import MESHES, Checked, check
-from tpuport.cli.runs.new_package import new_package
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.core.enums import Blocks
 from tpuport.core.plan.source_scan import Finding, by_kind, scan, sources_in
 from tpuport.core.reports import bytes_text, plural, seconds_text
 from tpuport.core.run.progress import Display
-from tpuport.plugins import model_plugins
+from tpuport.errors import UsageError
+from tpuport.plugins import find_plugin, model_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tpuport.cli.runs.checked import Checked
     from tpuport.core.drive.compared import Compared
 
-#: Devices, and compiles for CPUs in half the time. For TPUs nothing changes.
-_FLAGS = (
-    f"--xla_force_host_platform_device_count={max(mesh.size for mesh in MESHES)}",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
 #: Losses that are told without --json.
 _TOLD = 8
 
@@ -66,11 +66,14 @@ def check_(
     from tpuport.core.mesh.slices import parse_topology
 
     found = None if no_plan else parse_topology(topology)
-    _prepare_devices()
+    prepare_small_meshes()
     if found is not None:
         prepare_topology(found)
     prepare(debug=settings.debug)
     with Display(signals.check) as display:
+        import_libraries(display)
+        from tpuport.cli.runs.checked import check
+
         checked = check(name, settings, found, display)
     if settings.json:
         print_json({"command": "check", **checked.as_dict()})
@@ -78,14 +81,6 @@ def check_(
         print("\n".join(_text(checked)))
     if not checked.good:
         raise typer.Exit(1)
-
-
-def _prepare_devices() -> None:
-    """CPU devices for a small mesh, before jax is imported; what the user set wins."""
-    if "jax" not in sys.modules:
-        flags = [*_FLAGS, os.environ.get("XLA_FLAGS", "")]
-        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _text(found: Checked) -> Iterator[str]:
@@ -202,11 +197,15 @@ def new_model(
 
     Example: tpuport new-model my-wan --class WanPipeline
     """
-    _prepare_devices()
+    prepare_small_meshes()
     prepare(debug=settings.debug)
     folder = Path(out or name).expanduser()
+    package = _checked(name, folder)
     with Display(signals.check) as display:
-        made = new_package(name, pipeline, folder, settings, display)
+        import_libraries(display)
+        from tpuport.cli.runs.new_package import new_package
+
+        made = new_package(name, package, pipeline, folder, settings, display)
     if settings.json:
         print_json({"command": "new-model", **made})
         return
@@ -216,3 +215,23 @@ def new_model(
         f"next: pip install -e {folder}, fill in what is marked FILL IN, and "
         f"`tpuport check {name}`"
     )
+
+
+def _checked(name: str, out: Path) -> str:
+    """The name of the package; refuses what can be refused before imports."""
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+        raise UsageError(
+            f"a plugin may not be called {name!r}: begin with a small letter, and use "
+            "small letters, digits, - and _"
+        )
+    package = f"tpuport_{name.replace('-', '_')}"
+    known = find_plugin(name)
+    if known is not None:
+        raise UsageError(
+            f"a plugin of {known.package} is called {name!r} already; take another name"
+        )
+    if importlib.util.find_spec(package) is not None:
+        raise UsageError(f"a package {package} is installed; take another name")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there and not empty; name another with --out")
+    return package

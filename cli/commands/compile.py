@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuport import targets
-from tpuport.cli.asked.environment import prepare, prepare_topology
+from tpuport.cli.asked.environment import prepare, prepare_topology, running
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.planning import prepared
 from tpuport.cli.runs.variants import with_model
-from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.slices import topology_devices
 from tpuport.core.programs.folder_place import check_place
 from tpuport.core.reports import bytes_text, plural
-from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,12 +101,13 @@ def _compile(
             raise UsageError(f"--stage {asked!r}: choose one of {', '.join(STAGES)}")
     wanted = [n for n in STAGES if not stages or n in stages]
     settings = with_model(settings, weights=False)
-    with Display(signals.check) as display:
-        call = prepared(settings, wanted, display)
+    with running(settings.cache_dir) as display:
+        from tpuport.cli.runs.planning import prepared
         from tpuport.core.plan.building import build_pipeline
         from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
+        call = prepared(settings, wanted, display)
         if topology is None:
             call.settle_mesh()
             placed = targets.place_for_port(call.settings.mesh)

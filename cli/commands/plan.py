@@ -7,16 +7,14 @@ from typing import Annotated
 
 import typer
 
-from tpuport.cli.asked.environment import prepare, prepare_topology
+from tpuport.cli.asked.environment import prepare, prepare_topology, running
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.planning import plan_run
 from tpuport.cli.runs.variants import with_model
-from tpuport.cli.shown import plan_text, signals
+from tpuport.cli.shown import plan_text
 from tpuport.cli.shown.output import give_out
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.plan.dump_folder import check_dump
-from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 ALL = "all"
@@ -81,7 +79,9 @@ def plan(
     if folder is not None:
         check_dump(folder)
     settings = with_model(settings, weights=False)
-    with Display(signals.check) as display:
+    with running(settings.cache_dir) as display:
+        from tpuport.cli.runs.planning import plan_run
+
         given = (settings, found, stages)
         made = plan_run(*given, budget=budget, dump=folder, reporter=display)
     if not settings.json:

@@ -303,16 +303,16 @@ def test_a_video_that_is_refused_gets_no_name(
     said: str,
     out: str,
 ) -> None:
-    from tpuport.core.pipelines import call_arguments
+    from tpuport.cli.runs import video_run
 
-    whole: Callable[..., Any] = call_arguments.made_of
+    whole: Callable[..., Any] = video_run.made_of
 
     def spoilt(output: Any, pipeline: Any) -> Any:
         found = whole(output, pipeline)
         found.frames[:] = value
         return found
 
-    monkeypatch.setattr(call_arguments, "made_of", spoilt)
+    monkeypatch.setattr(video_run, "made_of", spoilt)
     ran = cli("generate", "--weights", folder, *UPSTREAM, "--out", out)
     assert ran.code == 1
     assert said in ran.err

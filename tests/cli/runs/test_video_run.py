@@ -21,7 +21,7 @@ from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.commands import replay
+from tpuport.cli.runs import replayed
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.pipelines import folder as pipelines
 from tpuport.core.pipelines import sidecar
@@ -206,7 +206,7 @@ def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> Non
         request = read_sidecar(Path("x.gif.json"))["request"]
         assert request["prompts"] == [""]
         recorded: Any = sidecar.read(Path("x.gif.json"))
-        again = replay._recorded(Path("x.gif.json"), recorded, Settings())
+        again = replayed._recorded(Path("x.gif.json"), recorded, Settings())
         assert again.prompt == ("",)
         assert again.negative_prompt == ("" if given else None)
 
