@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.core.drive.changes_run import counting
 from tpuport.core.drive.rehearsal import Rehearsal, rehearse, without_weights
 from tpuport.core.enums import denoises
-from tpuport.core.files.atomic import cannot_write, temporary_beside
+from tpuport.core.files.atomic import cannot_write, new_folder
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines import small
 from tpuport.core.reports import Reporter
@@ -171,7 +170,6 @@ def _ported(
 
 
 def _matches(pattern: str, found: Rehearsal) -> bool:
-    """Whether a weight of a denoiser has a name that ends so."""
     return any(
         re.fullmatch(rf"(?:.*\.)?{pattern}", weight)
         for program in found.programs
@@ -198,18 +196,10 @@ def _repo(weights: str | Path | None) -> str:
 
 def _write(out: Path, files: Mapping[str, str]) -> None:
     """All files, or none."""
-    temporary = out
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_beside(out)
-        for name, text in files.items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            (temporary / name).write_text(text, "utf-8")
-        if out.exists():
-            out.rmdir()  # empty, as was checked
-        temporary.rename(out)
+        with new_folder(out) as temporary:
+            for name, text in files.items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                (temporary / name).write_text(text, "utf-8")
     except OSError as error:
         raise cannot_write(out, error) from error
-    finally:
-        if temporary != out:
-            shutil.rmtree(temporary, ignore_errors=True)
