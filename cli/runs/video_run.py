@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from tpuport.core.drive.late_weights import LateWeights
 from tpuport.core.drive.pipeline_run import PipelineRun
 from tpuport.core.drive.step_caches import StepCaches, standing, step_caches
 from tpuport.core.enums import Blocks, StageName, denoises
+from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.folders import check_folder
 from tpuport.core.files.frames import check_frames
 from tpuport.core.files.outputs import Outputs, Video, plan_outputs
@@ -331,7 +333,6 @@ class VideoRun(PipelineCall):
         return replace(target, built=targets.executables_for(*given))
 
     def _inspection(self) -> Inspection | None:
-        """What looks at the calls of modules, if something was asked for."""
         asked = self.settings
         if not (asked.memory_report or asked.profile or asked.no_jit):
             return None
@@ -446,27 +447,41 @@ class VideoRun(PipelineCall):
     def _sidecar(
         self, report: RunReport, index: int, output: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the sidecar of a video says."""
-        settings, digest = self.settings, self.digests[index]
-        how: Any = self.how
+        """What the sidecar of a video says: a :class:`sidecar.Sidecar`."""
+        settings, checkpoint = self.settings, self.folder.checkpoint
         flags = {n: getattr(settings, n) for n in _FLAGS}
         if settings.step_cache is not None:
             flags["step_cache"] = str(settings.step_cache)
         number = index + (self.again.video if self.again else 0)
         call = next(c for c in self.together() if number in c)
         videos = [self.videos()[n] for n in call]
-        request: sidecar.Request = {
-            "prompts": [prompt for prompt, _ in videos],
-            "negative_prompts": [settings.negative_prompt] * len(videos),
-            "seeds": [[seed for _, seed in videos]],
-            "flags": {n: v for n, v in flags.items() if v is not None},
-            "options": dict(settings.options),
+        return {
+            "pipeline": self.folder.class_name,
+            "weights": {
+                "source": checkpoint.reference,
+                "fingerprints": checkpoint.fingerprints(self.folder.components()),
+            },
+            "request": {
+                "prompts": [prompt for prompt, _ in videos],
+                "negative_prompts": [settings.negative_prompt] * len(videos),
+                "seeds": [[seed for _, seed in videos]],
+                "flags": {n: v for n, v in flags.items() if v is not None},
+                "options": dict(settings.options),
+            },
+            "video": number - call[0],
+            "noise": call[0] + (self.again.noise if self.again else 0),
+            "inputs": dict(self.inputs),
+            "how": self.how,
+            "versions": versions(),
+            "platform": {"system": platform.platform(), "devices": report.devices},
+            "output": dict(output),
+            "frames_sha256": self.digests[index],
+            "summary": {
+                "total_seconds": round(report.total_seconds, 3),
+                "peak_host_bytes": report.peak_host_bytes,
+                "peak_device_bytes": report.peak_device_bytes,
+            },
         }
-        return sidecar.describe(
-            *(self.folder, request, how, self.inputs, digest, report, output),
-            video=number - call[0],
-            noise=call[0] + (self.again.noise if self.again else 0),
-        )
 
     def report(self, stages: list[Any], seconds: float) -> RunReport:
         devices = list(self.placed.mesh.devices.flat)
@@ -485,7 +500,6 @@ class VideoRun(PipelineCall):
         )
 
     def _in_words(self) -> str:
-        """What will be made."""
         settings = self.settings
         width, height, frames, steps = self.asked.values()
         parts = [
@@ -502,7 +516,6 @@ class VideoRun(PipelineCall):
 def _check_files(
     settings: Settings, folder: PipelineFolder, again: Again | None
 ) -> None:
-    """Refuse files that cannot be read or written, before anything is fetched."""
     count = max(len(settings.prompt), 1) * len(settings.seed)
     noise = read_noise(settings.latents)
     if noise is not None:
