@@ -6,13 +6,11 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
 from tpuport.cli.asked.environment import prepare, prepare_topology, running
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.shown.output import give_out, say
@@ -29,32 +27,24 @@ if TYPE_CHECKING:
 LOCAL = "local"
 
 
-@command("compile")
+@command(
+    "compile",
+    topology=flag(
+        "--topology NAME",
+        "A TPU slice, such as v6e-8, that this machine need not have; cpu-8 for eight "
+        "virtual CPU devices; local for the devices of this machine.",
+    ),
+    stage=flag(
+        "--stage encode|denoise|decode",
+        "Compile only this stage; may be repeated. (default: all stages)",
+    ),
+    out=flag("--out FOLDER", "Where the executables go; required."),
+)
 def compile_(
     settings: Settings,
-    topology: Annotated[
-        str,
-        typer.Option(
-            "--topology",
-            metavar="NAME",
-            help="A TPU slice, such as v6e-8, that this machine need not have; cpu-8 "
-            "for eight virtual CPU devices; local for the devices of this machine.",
-        ),
-    ] = LOCAL,
-    stage: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stage",
-            metavar="encode|denoise|decode",
-            help="Compile only this stage; may be repeated. (default: all stages)",
-        ),
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Where the executables go; required."
-        ),
-    ] = None,
+    topology: str = LOCAL,
+    stage: list[str] | None = None,
+    out: str | None = None,
 ) -> None:
     """Compile all programs of a run, for `generate --executables`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -15,7 +14,7 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import kept_run, look, out_of
 from tpuport.cli.runs.variants import with_model
 from tpuport.core.enums import StageName
-from tpuport.core.files.run_record import RUN_FILE
+from tpuport.core.files.run_record import RUN_FILE, run_file
 from tpuport.core.spec.run_settings import Asked, defaults_of, settings_of
 from tpuport.errors import UsageError
 
@@ -61,6 +60,8 @@ def _begin(settings: Settings, started: float, command: str) -> None:
 
 
 def _go_on(settings: Settings, started: float, stage: StageName | None) -> None:
+    assert settings.run_dir is not None
+    run_file(settings.run_dir)  # refused before torch is imported
     with running(settings.cache_dir) as display:
         from tpuport.cli.runs.staged import go_on_with_run
 
@@ -106,16 +107,13 @@ def decode(settings: Settings) -> None:
     _go_on(settings, _started(settings), StageName.DECODE)
 
 
-@command("resume")
-def resume(
-    settings: Settings,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="A folder of --run-dir, or an ID of `tpuport runs`."
-        ),
-    ],
-) -> None:
+@command(
+    "resume",
+    name=typer.Argument(
+        metavar="RUN", help="A folder of --run-dir, or an ID of `tpuport runs`."
+    ),
+)
+def resume(settings: Settings, name: str) -> None:
     """Finish a run that ended early, and write its videos.
 
     The run keeps its settings, and the videos go where the run was to write them; --out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,13 +15,11 @@ from tpuport.core.files.sources import here
 from tpuport.errors import MissingArtifactError, ReplayError, UsageError
 
 
-@command("replay")
-def replay(
-    settings: Settings,
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A video, or the JSON file beside it.")
-    ],
-) -> None:
+@command(
+    "replay",
+    file=typer.Argument(metavar="FILE", help="A video, or the JSON file beside it."),
+)
+def replay(settings: Settings, file: str) -> None:
     """Make a recorded video again, and compare the frames.
 
     All settings come from the JSON. The frames must be the same bit for bit. With --out
