@@ -139,7 +139,6 @@ def _best(one: _One, budget: float) -> Plan:
 
 
 def _heads_and_rows(found: Rehearsal) -> tuple[list[int], int]:
-    """Heads and rows of the batch of the attention calls that denoise."""
     records = [
         record
         for program in found.programs

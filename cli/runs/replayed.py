@@ -69,7 +69,6 @@ def _check_video(file: Path, recorded: Sidecar) -> Path | None:
 
 
 def _again(file: Path, recorded: Sidecar) -> Again:
-    """The call that made the recorded video."""
     request = recorded["request"]
     prompts, seeds = request["prompts"], next(iter(request["seeds"]), [])
     given = len(request["negative_prompts"])
@@ -130,7 +129,6 @@ def _check_same(file: Path, recorded: Sidecar, run: VideoRun) -> None:
 
 
 def _changes(recorded: Sidecar) -> str:
-    """What differs between the recorded machine and this one, in words."""
     then = {**recorded["versions"], "system": recorded["platform"].get("system")}
     now = {**versions(), "system": platform.platform()}
     differences = [

@@ -73,7 +73,6 @@ def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:
 
 
 def _source(settings: Settings) -> tuple[int, int] | None:
-    """Height and width of the image or the video that a run starts from."""
     if settings.image is not None:
         image = read_image(settings.image)
     elif settings.video is not None:

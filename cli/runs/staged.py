@@ -97,7 +97,6 @@ def _begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
 
 
 def _say_where(kept: PipelineRun) -> None:
-    """Say how far a run is that goes on."""
     if tapes := tapes_in(kept.path):
         done = ", ".join(told_of(tape) for tape in tapes)
         say(f"going on with the run in {kept.path}, after {done}")
@@ -186,7 +185,6 @@ def _absolute(name: str) -> str:
 
 
 def _keep_inputs(kept: PipelineRun, run: VideoRun) -> None:
-    """Copy the images and videos that a run starts from into its folder."""
     for name in run.inputs:
         place = _copy_of(kept, _absolute(name))
         if not place.exists():
@@ -195,7 +193,6 @@ def _keep_inputs(kept: PipelineRun, run: VideoRun) -> None:
 
 
 def _copy_of(kept: PipelineRun, name: str) -> Path:
-    """Where a run's folder has its copy of a file."""
     digest = kept.record["inputs"][name]
     return kept.path / "inputs" / f"{digest[:16]}{Path(name).suffix}"
 
@@ -259,7 +256,6 @@ def _with_inputs(kept: PipelineRun, value: Any) -> Any:
 
 
 def _show(command: str, run: VideoRun, report: RunReport, videos: list[Video]) -> None:
-    """The end of a command."""
     settings = run.settings
     run_dir = settings.run_dir
     document = {
