@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from tests.cli import tools
-from tests.cli.tools import Cli
+from tests.cli.tools import Cli, example
 from tests.measure.kills import kill
-from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.runs import staged
 from tpuport.core.files.fingerprint import versions
@@ -99,10 +98,7 @@ def test_videos_are_made_together_where_rows_are_split(
 def test_the_image_of_a_run_goes_with_its_folder(
     cli: Cli, tmp_path: Path, once: Once
 ) -> None:
-    def write(folder: Path) -> None:
-        saved(made(all_examples()["LTXImageToVideoPipeline"])[0], folder / "pipeline")
-
-    folder = once("ltx-i2v", write) / "pipeline"
+    folder = example(once, "LTXImageToVideoPipeline")
     Image.effect_noise((32, 32), 60).convert("RGB").save("start.png")
     size = ("--size", "32x32", "--image", "start.png")
     plain = ("--backend", "diffusers")
