@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -70,12 +71,12 @@ def bench(
     if quality and not caches:
         caches = [StepCache(method=name) for name in METHODS]
     settings = with_model(settings)
-    opened = time.perf_counter()
+    before = {"opened": time.perf_counter(), "load": os.getloadavg()[0]}
+    how = {"repeat": repeat, "against": against, "caches": caches}
     with running(settings.cache_dir, _Once()) as display:
         from tpuport.cli.runs.benchmark import measure
 
-        how = {"repeat": repeat, "against": against, "caches": caches}
-        result = measure(settings, **how, opened=opened, reporter=display)
+        result = measure(settings, **how, **before, reporter=display)
     give_out(result, as_json=settings.json, text=_text(result))
 
 

@@ -86,6 +86,7 @@ def measure(
     against: str | None,
     caches: Sequence[StepCache] = (),
     opened: float,
+    load: float,
     reporter: Reporter,
 ) -> dict[str, Any]:
     """Run the benchmark; the result is JSON-ready.
@@ -97,8 +98,9 @@ def measure(
         caches: step caches, each run in turns with the exact run.
         against: ``"diffusers"``, to measure upstream's code too.
         opened: when the command began to import what it needs.
+        load: average of the machine then.
     """
-    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    cpus = os.cpu_count() or 1
     backends = [Backend.TPUPORT, *([Backend.DIFFUSERS] if against else [])]
     cached = {str(cache): cache for cache in caches}
     runs: dict[str, Runs] = {}
