@@ -45,15 +45,9 @@ def test_stages_over_machines_make_the_video_of_one_run(
         "encode", "--weights", first, *ASKED, *seeds, "--run-dir", "a", "--json"
     )
     assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["encode"]
-    cli.refused(
-        "the stage denoise is not finished; run `tpuport denoise",
-        "decode",
-        "--run-dir",
-        "a",
-        "--weights",
-        folder,
-        code=1,
-    )
+    early = ("decode", "--run-dir", "a", "--weights", folder)
+    told = "the stage denoise is not finished; run `tpuport denoise"
+    cli.refused(told, *early, code=1)
     shutil.move("a", "b")
     second = without(folder, tmp_path / "second", "text_encoder", "vae")
     ran = cli.good("denoise", "--run-dir", "b", "--weights", second, "--json")

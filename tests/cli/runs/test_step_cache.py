@@ -45,26 +45,10 @@ def test_a_step_cache_is_refused_before_weights_are_read(
 ) -> None:
     latte = example(once, "LattePipeline")
     size = ("--size", "16x16", "--frames", "5", "--steps", "6")
-    ran = cli.refused(
-        "transformer (LatteTransformer3DModel) has no place",
-        "generate",
-        "--weights",
-        latte,
-        "--prompt",
-        "a",
-        *CACHE,
-        *size,
-    )
-    ran = cli.refused(
-        "would cache none of 2 steps",
-        "generate",
-        "--weights",
-        folder,
-        *ASKED[:-1],
-        "2",
-        *CACHE[:1],
-        "deepcache",
-    )
+    asked = ("generate", "--weights", latte, "--prompt", "a", *CACHE, *size)
+    cli.refused("transformer (LatteTransformer3DModel) has no place", *asked)
+    few = ("generate", "--weights", folder, *ASKED[:-1], "2", "--cache", "deepcache")
+    ran = cli.refused("would cache none of 2 steps", *few)
     assert "loading" not in ran.err
 
 
