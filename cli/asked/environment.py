@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import sys
@@ -11,7 +13,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from tpuport import api
+import platformdirs
+
 from tpuport.cli.shown import signals
 from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.core.files.folders import check_folder
@@ -49,6 +52,23 @@ _LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg")
 
 #: The folders in the cache folder that commands write to.
 _FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules")
+
+
+#: What every run imports sooner or later, and what takes long of that.
+_LIBRARIES = (
+    "jax",
+    "transformers.modeling_utils",
+    "diffusers.models.modeling_utils",
+    "tpuport.core.seam.ported",
+)
+
+DEFAULT_MODEL = "cogvideox"
+"""What is taken when no model is named."""
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder: programs, small checkpoints, unfinished runs."""
+    return Path(platformdirs.user_cache_dir("tpuport"))
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
@@ -98,9 +118,23 @@ def prepare_topology(topology: Topology) -> None:
 
 
 def import_libraries(reporter: Reporter) -> None:
-    """Import torch, jax and diffusers, which takes seconds; Ctrl-C ends at once."""
-    with signals.starting(before="\n"):
-        api.import_libraries(reporter)
+    """Import torch, jax and diffusers, which takes seconds; Ctrl-C ends at once.
+
+    Nothing is garbage while modules are imported, and looking for it takes a seventh of
+    the time.
+    """
+    if set(_LIBRARIES) <= sys.modules.keys():
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    what = "importing torch, jax and diffusers"
+    try:
+        with signals.starting(before="\n"), reporter.timed(what):
+            for name in _LIBRARIES:
+                importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -125,7 +159,7 @@ def looking(what: str) -> Iterator[None]:
 
 def cache_folder(asked: Path | None) -> Path:
     """The cache folder asked for or the user's own, made and known to be writable."""
-    folder = asked or api.default_cache_dir()
+    folder = asked or default_cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

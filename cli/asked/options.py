@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.environment import DEFAULT_MODEL
 from tpuport.cli.asked.settings import TABLE, gather, take_own_options
 from tpuport.cli.shown.errors import reported
 from tpuport.core.spec.run_settings import COMMANDS, FILES, Setting, in_words

@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.api import default_cache_dir
-from tpuport.cli.asked.environment import looking, prepare
+from tpuport.cli.asked.environment import default_cache_dir, looking, prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import give_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.environment import DEFAULT_MODEL
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import give_out

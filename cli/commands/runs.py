@@ -7,7 +7,7 @@ import time
 
 import typer
 
-from tpuport.api import default_cache_dir
+from tpuport.cli.asked.environment import default_cache_dir
 from tpuport.cli.asked.options import command, flag, refuse_options
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import KeptRun, kept_run, kept_runs, remove

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from tpuport.api import default_cache_dir
+from tpuport.cli.asked.environment import default_cache_dir
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.errors import may_pass
 from tpuport.core.files.folders import check_folder

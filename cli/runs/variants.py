@@ -10,8 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.environment import cache_folder, import_libraries
+from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, import_libraries
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import say
 from tpuport.core.files.made_folder import made_once
