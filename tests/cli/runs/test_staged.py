@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.cli import tools
 from tests.cli.tools import Cli, example
 from tests.measure.kills import kill
 from tests.processes import Once
+from tpuport.cli.asked import environment
 from tpuport.cli.runs import staged
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import TAPE_FILE
@@ -225,6 +227,8 @@ def test_there_is_nothing_to_resume(cli: Cli, tmp_path: Path) -> None:
     for place, told in ((tmp_path / "none", "no run"), (tmp_path, "holds no run")):
         ran = cli("resume", place)
         assert (ran.code, told in ran.last) == (2, True)
+    with mock.patch.object(environment, "import_libraries", None):
+        cli.refused("no run was begun here", "denoise", "--run-dir", "none")
 
 
 def test_another_number_of_frames_is_told(cli: Cli, folder: Path) -> None:
