@@ -35,8 +35,6 @@ _SAID = {
     "gone": ("target is gone", "without a target"),
 }
 _STATES = list(_SAID)
-
-
 #: The states in which a model that uses the change fails.
 _WRONG = ("gone", "broken")
 
@@ -80,7 +78,9 @@ def patches(
     if not entries and name is not None:
         near = did_you_mean(name, known, "`tpuport patches` lists them")
         raise UsageError(f"no patch is called {name!r}; {near}")
-    text = _table(entries) if name is None else [x for e in entries for x in _block(e)]
+    text = _table(entries)
+    if name is not None:
+        text = [line for entry in entries for line in _block(entry)]
     give_out({"patches": entries}, as_json=settings.json, text=text)
     wrong = [entry["detail"] for entry in entries if entry["state"] in _WRONG]
     if wrong:
