@@ -105,8 +105,8 @@ def test_a_patch_says_why_where_from_and_for_which_versions(patch: Patch) -> Non
     assert re.fullmatch(r"https://\S+\.\S+/\S+", patch.link)
     assert patch.upstream
     entry = entry_of(patch)
-    assert entry.installed is not None
-    assert entry.state == "applicable", entry.detail
+    assert entry["installed"] is not None
+    assert entry["state"] == "applicable", entry["detail"]
 
 
 @each_patch
@@ -258,5 +258,6 @@ def entries() -> list[Entry]:
 
 
 def entry_of(patch: Patch) -> Entry:
-    (found,) = (e for e in entries() if e.kind == "patch" and e.name == patch.name)
+    name = ("patch", patch.name)
+    (found,) = (e for e in entries() if (e["kind"], e["name"]) == name)
     return found
