@@ -174,7 +174,7 @@ def test_a_patch_for_other_versions_is_skipped_and_says_so(patch: Patch) -> None
     package = re.split(r"[<>=!~]", patch.upstream)[0]
     other = dataclasses.replace(patch, upstream=f"{package}==0.0.0.1")
     (status,) = inspect_patches([other])
-    found = entry_of(patch).installed
+    found = entry_of(patch)["installed"]
     assert status.state == "skipped"
     assert status.detail == f"for {package}==0.0.0.1; {package} {found} is installed"
     before = own(patch)
