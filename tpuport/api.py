@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import inspect
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import platformdirs
 
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
@@ -28,43 +22,6 @@ from tpuport.targets import (
 
 if TYPE_CHECKING:
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
-
-
-DEFAULT_MODEL = "cogvideox"
-"""What the command line takes when no model is named."""
-
-
-def default_cache_dir() -> Path:
-    """The user's cache folder: programs, small checkpoints, unfinished runs."""
-    return Path(platformdirs.user_cache_dir("tpuport"))
-
-
-#: What every run imports sooner or later, and what takes long of that.
-_LIBRARIES = (
-    "jax",
-    "transformers.modeling_utils",
-    "diffusers.models.modeling_utils",
-    "tpuport.core.seam.ported",
-)
-
-
-def import_libraries(reporter: Reporter) -> None:
-    """Import what takes seconds: torch, jax, diffusers, transformers; say so.
-
-    Nothing is garbage while modules are imported, and looking for it takes a seventh of
-    the time.
-    """
-    if set(_LIBRARIES) <= sys.modules.keys():
-        return
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with reporter.timed("importing torch, jax and diffusers"):
-            for name in _LIBRARIES:
-                importlib.import_module(name)
-    finally:
-        if collects:
-            gc.enable()
 
 
 #: The settings that :func:`port` takes.

@@ -10,25 +10,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.spec.component import NativeForm
-from tpuport.core.spec.model_plugin import Layout, ModelPlugin, Module, Published
-from tpuport.hookspecs import hookimpl
+from tpuport.core.spec.component import NativeForm as NativeForm
+from tpuport.core.spec.model_plugin import Layout as Layout
+from tpuport.core.spec.model_plugin import ModelPlugin as ModelPlugin
+from tpuport.core.spec.model_plugin import Module as Module
+from tpuport.core.spec.model_plugin import Published as Published
+from tpuport.hookspecs import hookimpl as hookimpl
 
 if TYPE_CHECKING:
-    from tpuport.core.layers import joint_sequence, text_and_video, token_norms
-    from tpuport.core.layers.joint_sequence import JointSequence
-    from tpuport.core.layers.text_and_video import (
-        Stream,
-        parameters,
-        refuse_kwargs,
-    )
-    from tpuport.core.tracing.context import current
-    from tpuport.core.tracing.forward_split import ForwardSplit
-    from tpuport.core.tracing.op_overrides import OpOverride
-    from tpuport.core.tracing.patching import Patch
-    from tpuport.core.weights.transforms import WeightTransform, to_halves
-    from tpuport.patches import valid_tokens
-    from tpuport.patches.diffusers import diffusers_patch
+    from tpuport.core.layers import joint_sequence as joint_sequence
+    from tpuport.core.layers import text_and_video as text_and_video
+    from tpuport.core.layers import token_norms as token_norms
+    from tpuport.core.layers.joint_sequence import JointSequence as JointSequence
+    from tpuport.core.layers.text_and_video import Stream as Stream
+    from tpuport.core.layers.text_and_video import parameters as parameters
+    from tpuport.core.layers.text_and_video import refuse_kwargs as refuse_kwargs
+    from tpuport.core.tracing.context import current as current
+    from tpuport.core.tracing.forward_split import ForwardSplit as ForwardSplit
+    from tpuport.core.tracing.op_overrides import OpOverride as OpOverride
+    from tpuport.core.tracing.patching import Patch as Patch
+    from tpuport.core.weights.transforms import WeightTransform as WeightTransform
+    from tpuport.core.weights.transforms import to_halves as to_halves
+    from tpuport.patches import valid_tokens as valid_tokens
+    from tpuport.patches.diffusers import diffusers_patch as diffusers_patch
 
 _LATER = {
     "ForwardSplit": "tpuport.core.tracing.forward_split",
@@ -49,29 +53,8 @@ _LATER = {
 }
 """Name -> the module that has it, which needs torch or jax."""
 
-__all__ = [
-    "ForwardSplit",
-    "JointSequence",
-    "Layout",
-    "ModelPlugin",
-    "Module",
-    "NativeForm",
-    "OpOverride",
-    "Patch",
-    "Published",
-    "Stream",
-    "WeightTransform",
-    "current",
-    "diffusers_patch",
-    "hookimpl",
-    "joint_sequence",
-    "parameters",
-    "refuse_kwargs",
-    "text_and_video",
-    "to_halves",
-    "token_norms",
-    "valid_tokens",
-]
+_NOW = ("Layout", "ModelPlugin", "Module", "NativeForm", "Published", "hookimpl")
+__all__ = sorted((*_NOW, *_LATER))
 
 
 def __getattr__(name: str) -> Any:

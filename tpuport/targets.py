@@ -174,11 +174,7 @@ def _of_plugin(
 def _check_patches(
     plugin: ModelPlugin, blocks: Blocks, chosen: Mapping[str, str]
 ) -> None:
-    """Refuse a plugin whose patches do not fit the installed upstream.
-
-    Raises:
-        PluginError: which patch, and of which module's native form.
-    """
+    """Refuse a plugin whose patches do not fit the installed upstream."""
     from tpuport.core.tracing.patching import inspect_patches
 
     for status in inspect_patches(plugin.patches_with(blocks, chosen)):

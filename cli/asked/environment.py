@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import sys
@@ -11,10 +13,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from tpuport import api
+import platformdirs
+
 from tpuport.cli.shown import signals
 from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.core.files.folders import check_folder
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, check_libtpu, compile_environment
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
@@ -23,6 +27,15 @@ from tpuport.errors import OutputError
 
 #: Device files of TPUs (two driver generations) and of NVIDIA GPUs.
 _ACCELERATORS = ("accel*", "vfio/[0-9]*", "nvidia0")
+
+#: The meshes that ``tpuport check`` tries; the last if a plugin has a layout for tp.
+MESHES = (MeshSpec(), MeshSpec(dp=2, sp=2), MeshSpec(sp=2, tp=2))
+#: Devices for these, and compiles for CPUs in half the time. For TPUs nothing changes.
+_SMALL_MESHES = (
+    f"--xla_force_host_platform_device_count={max(mesh.size for mesh in MESHES)}",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
 
 #: Read by the libraries when they are imported. What the user set stays.
 _QUIET = {
@@ -39,6 +52,23 @@ _LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg")
 
 #: The folders in the cache folder that commands write to.
 _FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules")
+
+
+#: What every run imports sooner or later, and what takes long of that.
+_LIBRARIES = (
+    "jax",
+    "transformers.modeling_utils",
+    "diffusers.models.modeling_utils",
+    "tpuport.core.seam.ported",
+)
+
+DEFAULT_MODEL = "cogvideox"
+"""What is taken when no model is named."""
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder: programs, small checkpoints, unfinished runs."""
+    return Path(platformdirs.user_cache_dir("tpuport"))
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
@@ -68,6 +98,14 @@ def prepare(*, debug: bool = False) -> None:
         warnings.simplefilter("ignore")
 
 
+def prepare_small_meshes() -> None:
+    """CPU devices for a small mesh, before jax is imported; what the user set wins."""
+    if "jax" not in sys.modules:
+        flags = [*_SMALL_MESHES, os.environ.get("XLA_FLAGS", "")]
+        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
 def prepare_topology(topology: Topology) -> None:
     """Set this process up to compile for a slice that is not there.
 
@@ -80,9 +118,36 @@ def prepare_topology(topology: Topology) -> None:
 
 
 def import_libraries(reporter: Reporter) -> None:
-    """Import torch, jax and diffusers, which takes seconds; Ctrl-C ends at once."""
-    with signals.starting(before="\n"):
-        api.import_libraries(reporter)
+    """Import torch, jax and diffusers, which takes seconds; Ctrl-C ends at once.
+
+    Nothing is garbage while modules are imported, and looking for it takes a seventh of
+    the time.
+    """
+    if set(_LIBRARIES) <= sys.modules.keys():
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    what = "importing torch, jax and diffusers"
+    try:
+        with signals.starting(before="\n"), reporter.timed(what):
+            for name in _LIBRARIES:
+                importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def running(cache: Path | None, display: Display | None = None) -> Iterator[Display]:
+    """What shows a run; modules that need torch and jax are imported in the block.
+
+    Args:
+        cache: the cache folder asked for, which must be writable.
+    """
+    cache_folder(cache)
+    with display or Display(signals.check) as shown:
+        import_libraries(shown)
+        yield shown
 
 
 @contextlib.contextmanager
@@ -94,7 +159,7 @@ def looking(what: str) -> Iterator[None]:
 
 def cache_folder(asked: Path | None) -> Path:
     """The cache folder asked for or the user's own, made and known to be writable."""
-    folder = asked or api.default_cache_dir()
+    folder = asked or default_cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

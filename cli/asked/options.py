@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
 
-from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.settings import TABLE, Settings, gather, take_own_options
+from tpuport.cli.asked.environment import DEFAULT_MODEL
+from tpuport.cli.asked.settings import TABLE, gather, take_own_options
 from tpuport.cli.shown.errors import reported
-from tpuport.core.spec.run_settings import COMMANDS, FILES, Setting
+from tpuport.core.spec.run_settings import COMMANDS, FILES, Setting, in_words
 from tpuport.errors import UsageError
 
 #: The commands that read a YAML file.
@@ -30,11 +30,27 @@ Config = Annotated[
 ]
 
 
-def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def flag(words: str, help: str, **more: Any) -> Any:
+    """An option that one command alone has.
+
+    Args:
+        words: its flags and the name of its value, as in the table of settings.
+        more: as Typer has it.
+    """
+    flags, metavar = in_words(words)
+    return typer.Option(*flags, help=help, metavar=metavar, **more)
+
+
+def command(
+    name: str, /, **about: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags that the table of settings has for it.
 
     The function is called with the settings, and by name with its own options and,
     where it has a parameter ``context``, with Typer's. Its errors are reported.
+
+    Args:
+        about: the command's own options and arguments, by parameter.
     """
     letter = next(letter for letter, known in COMMANDS.items() if known == name)
 
@@ -51,8 +67,11 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
         parameters = {
             "context": _parameter("context", typer.Context, inspect.Parameter.empty),
-            **{p.name: p.replace(kind=p.KEYWORD_ONLY) for p in own},
+            **{p.name: _parameter(p.name, p.annotation, p.default) for p in own},
         }
+        for key, said in about.items():
+            kind: Any = parameters[key].annotation
+            parameters[key] = parameters[key].replace(annotation=Annotated[kind, said])
         for setting in TABLE.values():
             if letter in setting.commands:
                 default = False if setting.takes is bool else None
@@ -82,16 +101,24 @@ def _naming(config: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
+def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The flags of these parameters that are on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [
+        "--" + name.replace("_", "-")
+        for name, source in sources.items()
+        if getattr(source, "name", "") == "COMMANDLINE"
+    ]
+
+
 def refuse_options(context: typer.Context) -> None:
     """Refuse options before the name of a subcommand, which would drop them."""
-    for name in context.params:
-        source = getattr(context.get_parameter_source(name), "name", "")
-        if source == "COMMANDLINE":
-            flag, sub = "--" + name.replace("_", "-"), context.invoked_subcommand
-            raise UsageError(
-                f"{flag} before {sub!r} would not be used; put options after "
-                f"`{context.command_path} {sub}`"
-            )
+    for flag in given_flags(context, context.params):
+        sub = context.invoked_subcommand
+        raise UsageError(
+            f"{flag} before {sub!r} would not be used; put options after "
+            f"`{context.command_path} {sub}`"
+        )
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -109,6 +136,3 @@ def _annotation(setting: Setting) -> Any:
         rich_help_panel=setting.panel,
     )
     return Annotated[takes, option]
-
-
-__all__ = ["Settings", "command", "refuse_options"]

@@ -176,7 +176,6 @@ def take_own_options(context: typer.Context, file: str | None) -> str | None:
 
 
 def _own_options(context: typer.Context) -> list[str]:
-    """The options of a command that are not in the table."""
     names = [str(parameter.name) for parameter in context.command.params]
     return [n for n in names if n not in _SPELLINGS and n not in ("config", "help")]
 
@@ -221,11 +220,7 @@ def gather(context: typer.Context, command: str) -> Settings:
 
 
 def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, Any]:
-    """The fields of :class:`Settings` that one source gives, typed.
-
-    Args:
-        where: in front of a key in messages; empty for flags.
-    """
+    """The fields of :class:`Settings` that one source gives, typed."""
 
     def label(key: str) -> str:
         return where + key if where else "--" + key.replace("_", "-")

@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import command, refuse_options
+from tpuport.cli.asked.environment import prepare, running
+from tpuport.cli.asked.options import command, flag, refuse_options
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.benchmark import measure
 from tpuport.cli.runs.variants import with_model
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown import signals
+from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Backend
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.step_cache import METHODS, StepCache
 from tpuport.errors import UsageError
 
 
-@command("bench")
+class _Once(Display):
+    """Says nothing twice: every run would say it."""
+
+    def __init__(self) -> None:
+        super().__init__(signals.check)
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """A line, if it was not said."""
+        if text not in self._said:
+            self._said.add(text)
+            super().say(text)
+
+
+@command(
+    "bench",
+    quality=flag(
+        "--quality",
+        "Measure step caches: that of --cache, or all of them. PSNR and SSIM compare "
+        "each with the exact run of the same seed.",
+    ),
+    repeat=flag("--repeat", "Steady runs of each backend and step cache.", min=1),
+    against=flag("--against diffusers", "Also measure upstream's code."),
+)
 def bench(
     settings: Settings,
     context: typer.Context,
-    quality: Annotated[
-        bool,
-        typer.Option(
-            "--quality",
-            help="Measure step caches: that of --cache, or all of them. PSNR and SSIM "
-            "compare each with the exact run of the same seed.",
-        ),
-    ] = False,
-    repeat: Annotated[
-        int,
-        typer.Option(
-            "--repeat", min=1, help="Steady runs of each backend and step cache."
-        ),
-    ] = 3,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            "--against", metavar="diffusers", help="Also measure upstream's code."
-        ),
-    ] = None,
+    quality: bool = False,
+    repeat: int = 3,
+    against: str | None = None,
 ) -> None:
     """Measure each stage: its first call, and its steady calls.
 
@@ -62,15 +71,16 @@ def bench(
     if quality and not caches:
         caches = [StepCache(method=name) for name in METHODS]
     settings = with_model(settings)
-    result = measure(settings, repeat=repeat, against=against, caches=caches)
-    if settings.json:
-        print_json(result)
-    else:
-        print("\n".join(_text(result)))
+    before = {"opened": time.perf_counter(), "load": os.getloadavg()[0]}
+    how = {"repeat": repeat, "against": against, "caches": caches}
+    with running(settings.cache_dir, _Once()) as display:
+        from tpuport.cli.runs.benchmark import measure
+
+        result = measure(settings, **how, **before, reporter=display)
+    give_out(result, as_json=settings.json, text=_text(result))
 
 
 def _text(result: dict[str, Any]) -> Sequence[str]:
-    """The result for people."""
     request, caches = result["settings"], result.get("step_caches", {})
     backends = {n: b for n, b in result["backends"].items() if n not in caches}
     ratios = result.get("ratio", {})

@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import importlib.util
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from tpuport.cli.asked.environment import looking, prepare, prepare_topology
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.environment import (
+    import_libraries,
+    looking,
+    prepare,
+    prepare_small_meshes,
+    prepare_topology,
+)
+from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.checked import MESHES, Checked, check
-from tpuport.cli.runs.new_package import new_package
 from tpuport.cli.shown import signals
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Blocks
 from tpuport.core.plan.source_scan import Finding, by_kind, scan, sources_in
 from tpuport.core.reports import bytes_text, plural, seconds_text
 from tpuport.core.run.progress import Display
-from tpuport.plugins import model_plugins
+from tpuport.errors import UsageError
+from tpuport.plugins import find_plugin, model_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tpuport.cli.runs.checked import Checked
     from tpuport.core.drive.compared import Compared
 
-#: Devices, and compiles for CPUs in half the time. For TPUs nothing changes.
-_FLAGS = (
-    f"--xla_force_host_platform_device_count={max(mesh.size for mesh in MESHES)}",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
 #: Losses that are told without --json.
 _TOLD = 8
 
 
-@command("check")
+@command(
+    "check",
+    name=typer.Argument(
+        metavar="NAME|FOLDER", help="A plugin, or a pipeline's folder or hub id."
+    ),
+    topology=flag("--topology SLICE", "The TPU slice of the plan."),
+    no_plan=flag("--no-plan", "Leave out the plan at full size."),
+)
 def check_(
-    settings: Settings,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME|FOLDER", help="A plugin, or a pipeline's folder or hub id."
-        ),
-    ],
-    topology: Annotated[
-        str,
-        typer.Option("--topology", metavar="SLICE", help="The TPU slice of the plan."),
-    ] = "v6e-8",
-    no_plan: Annotated[
-        bool, typer.Option("--no-plan", help="Leave out the plan at full size.")
-    ] = False,
+    settings: Settings, name: str, topology: str = "v6e-8", no_plan: bool = False
 ) -> None:
     """Compare a port with upstream's code, and plan it for a TPU.
 
@@ -66,26 +60,19 @@ def check_(
     from tpuport.core.mesh.slices import parse_topology
 
     found = None if no_plan else parse_topology(topology)
-    _prepare_devices()
+    prepare_small_meshes()
     if found is not None:
         prepare_topology(found)
     prepare(debug=settings.debug)
     with Display(signals.check) as display:
+        import_libraries(display)
+        from tpuport.cli.runs.checked import check
+
         checked = check(name, settings, found, display)
-    if settings.json:
-        print_json({"command": "check", **checked.as_dict()})
-    else:
-        print("\n".join(_text(checked)))
+    document = {"command": "check", **checked.as_dict()}
+    give_out(document, as_json=settings.json, text=_text(checked))
     if not checked.good:
         raise typer.Exit(1)
-
-
-def _prepare_devices() -> None:
-    """CPU devices for a small mesh, before jax is imported; what the user set wins."""
-    if "jax" not in sys.modules:
-        flags = [*_FLAGS, os.environ.get("XLA_FLAGS", "")]
-        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _text(found: Checked) -> Iterator[str]:
@@ -128,13 +115,10 @@ def _verdict(one: Compared) -> str:
     return f"differs: first {one.first}, by {apart:.1e}, in {one.part}{op}{compared}"
 
 
-@command("scan")
-def scan_(
-    settings: Settings,
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A Python file, or a folder.")
-    ],
-) -> None:
+@command(
+    "scan", path=typer.Argument(metavar="PATH", help="A Python file, or a folder.")
+)
+def scan_(settings: Settings, path: str) -> None:
     """Say what in a source does not port: file, line, remedy.
 
     CUDA, kernels of its own, values that a forward reads, and the like. Nothing of the
@@ -149,20 +133,15 @@ def scan_(
         patches = _patches()
     found = [finding for file in files for finding in scan(file, patches)]
     left = [one for one in found if not one.patch]
-    if settings.json:
-        print_json(
-            {
-                "files": len(files),
-                "findings": [one.as_dict() for one in found],
-                "kinds": by_kind(found),
-                "covered": len(found) - len(left),
-            }
-        )
-        return
-    for one in found:
-        print(_line(one))
-    covered = f", {len(found) - len(left)} covered by a patch" if found else ""
-    print(f"{plural(len(files), 'file')}: {plural(len(found), 'finding')}{covered}")
+    document = {
+        "files": len(files),
+        "findings": [one.as_dict() for one in found],
+        "kinds": by_kind(found),
+        "covered": len(found) - len(left),
+    }
+    covered = f", {document['covered']} covered by a patch" if found else ""
+    last = f"{plural(len(files), 'file')}: {plural(len(found), 'finding')}{covered}"
+    give_out(document, as_json=settings.json, text=[*map(_line, found), last])
 
 
 def _line(one: Finding) -> str:
@@ -181,20 +160,14 @@ def _patches() -> dict[str, str]:
     return found
 
 
-@command("new-model")
+@command(
+    "new-model",
+    name=typer.Argument(metavar="NAME", help="What --model takes."),
+    pipeline=flag("--class CLASS", "Of diffusers, such as WanPipeline."),
+    out=flag("--out FOLDER", "A new folder. (default: NAME)"),
+)
 def new_model(
-    settings: Settings,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What --model takes.")],
-    pipeline: Annotated[
-        str,
-        typer.Option(
-            "--class", metavar="CLASS", help="Of diffusers, such as WanPipeline."
-        ),
-    ],
-    out: Annotated[
-        str | None,
-        typer.Option("--out", metavar="FOLDER", help="A new folder. (default: NAME)"),
-    ] = None,
+    settings: Settings, name: str, pipeline: str, out: str | None = None
 ) -> None:
     """Write a package with a plugin for a pipeline class.
 
@@ -203,17 +176,39 @@ def new_model(
 
     Example: tpuport new-model my-wan --class WanPipeline
     """
-    _prepare_devices()
+    prepare_small_meshes()
     prepare(debug=settings.debug)
     folder = Path(out or name).expanduser()
+    package = _checked(name, folder)
     with Display(signals.check) as display:
-        made = new_package(name, pipeline, folder, settings, display)
-    if settings.json:
-        print_json({"command": "new-model", **made})
-        return
-    for file in made["files"]:
-        print(folder / file)
-    print(
+        import_libraries(display)
+        from tpuport.cli.runs.new_package import new_package
+
+        made = new_package(name, package, pipeline, folder, settings, display)
+    text = [str(folder / file) for file in made["files"]]
+    text.append(
         f"next: pip install -e {folder}, fill in what is marked FILL IN, and "
         f"`tpuport check {name}`"
     )
+    document = {"command": "new-model", **made}
+    give_out(document, as_json=settings.json, text=text)
+
+
+def _checked(name: str, out: Path) -> str:
+    """The name of the package; refuses what can be refused before imports."""
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+        raise UsageError(
+            f"a plugin may not be called {name!r}: begin with a small letter, and use "
+            "small letters, digits, - and _"
+        )
+    package = f"tpuport_{name.replace('-', '_')}"
+    known = find_plugin(name)
+    if known is not None:
+        raise UsageError(
+            f"a plugin of {known.package} is called {name!r} already; take another name"
+        )
+    if importlib.util.find_spec(package) is not None:
+        raise UsageError(f"a package {package} is installed; take another name")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there and not empty; name another with --out")
+    return package

@@ -6,24 +6,19 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
-from tpuport.cli.asked.environment import prepare, prepare_topology
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.environment import prepare, prepare_topology, running
+from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.planning import prepared
 from tpuport.cli.runs.variants import with_model
-from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.slices import topology_devices
 from tpuport.core.programs.folder_place import check_place
 from tpuport.core.reports import bytes_text, plural
-from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,32 +27,24 @@ if TYPE_CHECKING:
 LOCAL = "local"
 
 
-@command("compile")
+@command(
+    "compile",
+    topology=flag(
+        "--topology NAME",
+        "A TPU slice, such as v6e-8, that this machine need not have; cpu-8 for eight "
+        "virtual CPU devices; local for the devices of this machine.",
+    ),
+    stage=flag(
+        "--stage encode|denoise|decode",
+        "Compile only this stage; may be repeated. (default: all stages)",
+    ),
+    out=flag("--out FOLDER", "Where the executables go; required."),
+)
 def compile_(
     settings: Settings,
-    topology: Annotated[
-        str,
-        typer.Option(
-            "--topology",
-            metavar="NAME",
-            help="A TPU slice, such as v6e-8, that this machine need not have; cpu-8 "
-            "for eight virtual CPU devices; local for the devices of this machine.",
-        ),
-    ] = LOCAL,
-    stage: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stage",
-            metavar="encode|denoise|decode",
-            help="Compile only this stage; may be repeated. (default: all stages)",
-        ),
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Where the executables go; required."
-        ),
-    ] = None,
+    topology: str = LOCAL,
+    stage: list[str] | None = None,
+    out: str | None = None,
 ) -> None:
     """Compile all programs of a run, for `generate --executables`.
 
@@ -104,12 +91,13 @@ def _compile(
             raise UsageError(f"--stage {asked!r}: choose one of {', '.join(STAGES)}")
     wanted = [n for n in STAGES if not stages or n in stages]
     settings = with_model(settings, weights=False)
-    with Display(signals.check) as display:
-        call = prepared(settings, wanted, display)
+    with running(settings.cache_dir) as display:
+        from tpuport.cli.runs.planning import prepared
         from tpuport.core.plan.building import build_pipeline
         from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
+        call = prepared(settings, wanted, display)
         if topology is None:
             call.settle_mesh()
             placed = targets.place_for_port(call.settings.mesh)

@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.api import default_cache_dir
-from tpuport.cli.asked.environment import looking, prepare
+from tpuport.cli.asked.environment import default_cache_dir, looking, prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
@@ -48,10 +47,7 @@ def doctor(settings: Settings) -> None:
     with looking("looking at the installation"):
         report = examine(settings.cache_dir or default_cache_dir())
     report["environment"] = variables
-    if settings.json:
-        print_json(report)
-    else:
-        print("\n".join(_text(report)))
+    give_out(report, as_json=settings.json, text=_text(report))
 
 
 def examine(cache: Path) -> dict[str, Any]:
@@ -204,7 +200,6 @@ def _flag_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _text(report: dict[str, Any]) -> list[str]:
-    """The report for people."""
     torchax, devices = report["torchax"], report["devices"]
     ffmpeg, cache = report["ffmpeg"], report["cache"]
     first, *others = report["problems"] or ["none found"]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from tpuport.cli.asked.environment import cache_folder, prepare
+from tpuport.cli.asked.environment import cache_folder, prepare, running
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import kept_run, look, out_of
-from tpuport.cli.runs.staged import begin_run, go_on_with_run
 from tpuport.cli.runs.variants import with_model
 from tpuport.core.enums import StageName
-from tpuport.core.files.run_record import RUN_FILE
+from tpuport.core.files.run_record import RUN_FILE, run_file
 from tpuport.core.spec.run_settings import Asked, defaults_of, settings_of
 from tpuport.errors import UsageError
 
@@ -32,7 +30,7 @@ def generate(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    begin_run(with_model(settings), started, "generate")
+    _begin(settings, started, "generate")
 
 
 @command("encode")
@@ -48,9 +46,26 @@ def encode(settings: Settings) -> None:
     assert settings.run_dir is not None
     if not settings.prompt and (settings.run_dir / RUN_FILE).exists():
         _check_says_nothing(settings)
-        go_on_with_run(settings, started, StageName.ENCODE)
+        _go_on(settings, started, StageName.ENCODE)
     else:
-        begin_run(with_model(settings), started, StageName.ENCODE)
+        _begin(settings, started, StageName.ENCODE)
+
+
+def _begin(settings: Settings, started: float, command: str) -> None:
+    settings = with_model(settings)
+    with running(settings.cache_dir) as display:
+        from tpuport.cli.runs.staged import begin_run
+
+        begin_run(settings, started, command, display)
+
+
+def _go_on(settings: Settings, started: float, stage: StageName | None) -> None:
+    assert settings.run_dir is not None
+    run_file(settings.run_dir)  # refused before torch is imported
+    with running(settings.cache_dir) as display:
+        from tpuport.cli.runs.staged import go_on_with_run
+
+        go_on_with_run(settings, started, stage, display)
 
 
 def _started(settings: Settings) -> float:
@@ -78,7 +93,7 @@ def denoise(settings: Settings) -> None:
 
     Example: tpuport denoise --run-dir run
     """
-    go_on_with_run(settings, _started(settings), StageName.DENOISE)
+    _go_on(settings, _started(settings), StageName.DENOISE)
 
 
 @command("decode")
@@ -89,19 +104,16 @@ def decode(settings: Settings) -> None:
 
     Example: tpuport decode --run-dir run --out panda.mp4
     """
-    go_on_with_run(settings, _started(settings), StageName.DECODE)
+    _go_on(settings, _started(settings), StageName.DECODE)
 
 
-@command("resume")
-def resume(
-    settings: Settings,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="A folder of --run-dir, or an ID of `tpuport runs`."
-        ),
-    ],
-) -> None:
+@command(
+    "resume",
+    name=typer.Argument(
+        metavar="RUN", help="A folder of --run-dir, or an ID of `tpuport runs`."
+    ),
+)
+def resume(settings: Settings, name: str) -> None:
     """Finish a run that ended early, and write its videos.
 
     The run keeps its settings, and the videos go where the run was to write them; --out
@@ -122,4 +134,4 @@ def resume(
     else:
         kept = kept_run(cache_folder(settings.cache_dir), name)
     own = out_of(kept, replace(settings, run_dir=kept.folder))
-    go_on_with_run(own, started, None)
+    _go_on(own, started, None)

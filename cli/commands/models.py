@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.environment import DEFAULT_MODEL
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.tables import columns
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
@@ -22,20 +23,21 @@ def models(settings: Settings) -> None:
 
     Example: tpuport models
     """
-    plugins = model_plugins()
-    if settings.json:
-        print_json({"models": [_document(plugin) for plugin in plugins]})
-        return
-    for plugin in plugins:
+    document = {"models": [_document(plugin) for plugin in model_plugins()]}
+    give_out(document, as_json=settings.json, text=_text())
+
+
+def _text() -> Iterator[str]:
+    for plugin in model_plugins():
         title = plugin.title or ", ".join(plugin.pipelines)
         default = ", the default" if plugin.name == DEFAULT_MODEL else ""
-        print(f"{plugin.name}: {title}{default}")
+        yield f"{plugin.name}: {title}{default}"
         rows = [("VARIANT", "WEIGHTS", "TITLE", "DEFAULTS"), *_published(plugin)]
-        print("\n".join(columns(rows, indent="  ")))
+        yield from columns(rows, indent="  ")
         for flag, names in _named(plugin).items():
-            print(f"  {flag}: {', '.join(names)}")
-        print()
-    print("any other pipeline of diffusers: --weights ID|FOLDER")
+            yield f"  {flag}: {', '.join(names)}"
+        yield ""
+    yield "any other pipeline of diffusers: --weights ID|FOLDER"
 
 
 @command("plugins")
@@ -44,19 +46,17 @@ def plugins(settings: Settings) -> None:
 
     Example: tpuport plugins
     """
+    keys = ("name", "package", "module", "model")
     found = [
         (plugin.name, plugin.package, plugin.module, plugin.model.name)
         for plugin in installed_plugins().values()
     ]
-    if settings.json:
-        keys = ("name", "package", "module", "model")
-        print_json({"plugins": [dict(zip(keys, row, strict=True)) for row in found]})
-    else:
-        print("\n".join(columns([("NAME", "PACKAGE", "MODULE", "MODEL"), *found])))
+    document = {"plugins": [dict(zip(keys, row, strict=True)) for row in found]}
+    text = columns([[key.upper() for key in keys], *found])
+    give_out(document, as_json=settings.json, text=text)
 
 
 def _published(plugin: ModelPlugin) -> list[tuple[str, ...]]:
-    """Name, hub id, title and defaults of each variant."""
     return [
         (
             name,

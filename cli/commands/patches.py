@@ -6,16 +6,15 @@ import functools
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from packaging.requirements import Requirement
 
 from tpuport.cli.asked.environment import looking, prepare
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Blocks
 from tpuport.core.files.atomic import one_line
@@ -27,15 +26,6 @@ from tpuport.core.tracing.patching import Patch, inspect_patches
 from tpuport.errors import PatchError, UsageError, did_you_mean
 from tpuport.plugins import get_model, model_plugins
 
-OneName = Annotated[
-    str | None,
-    typer.Argument(metavar="[NAME]", help="A patch or override, to see all of it."),
-]
-OnlyModel = Annotated[
-    str | None,
-    typer.Option("--model", help="Only what this model uses. (default: all models)"),
-]
-
 _WIDTH = 100
 #: State -> what is said of one entry and of several; best first.
 _SAID = {
@@ -45,51 +35,31 @@ _SAID = {
     "gone": ("target is gone", "without a target"),
 }
 _STATES = list(_SAID)
+#: The states in which a model that uses the change fails.
+_WRONG = ("gone", "broken")
+
+Entry = dict[str, Any]
+"""One patch or op override, and what would become of it here, as ``--json`` has it.
+
+``name`` is of the patch; of an override it is the last part of its first target.
+``targets`` are replaced, as declared. ``upstream`` are the versions that it is for,
+such as ``"diffusers>=0.42,<0.43"``, and ``installed`` is what was found of the package.
+``blocks`` names the ``--blocks`` with which alone a patch is in force. ``module`` is
+where the replacement is defined. ``state`` is a key of :data:`_SAID`, and ``detail`` is
+the reason again, or why the change is skipped or cannot be applied.
+"""
 
 
-@dataclass(kw_only=True, slots=True)
-class Entry:
-    """One patch or op override, and what would become of it here.
-
-    Attributes:
-        name: of the patch; of an override the last part of its first target.
-        kind: ``"patch"`` or ``"override"``.
-        targets: what is replaced, as declared.
-        reason: why.
-        upstream: the versions it is for, such as ``"diffusers>=0.42,<0.43"``; empty
-            for any version of anything.
-        installed: the version found of that package, or ``None``.
-        models: names of those that use it.
-        blocks: ``"native"`` or ``"upstream"`` for a patch in force with these
-            ``--blocks`` alone; empty for one that always is.
-        module: where the replacement is defined.
-        link: the upstream issue or source; empty where none is declared.
-        state: ``"applicable"``, ``"skipped"`` (for another version), ``"gone"`` or
-            ``"broken"``.
-        detail: the reason again, or why it is skipped or cannot be applied.
-    """
-
-    name: str
-    kind: str
-    targets: list[str]
-    reason: str
-    upstream: str
-    installed: str | None
-    models: list[str] = field(default_factory=list)
-    blocks: str = ""
-    module: str
-    link: str
-    state: str = "applicable"
-    detail: str = ""
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether a model that uses it fails."""
-        return self.state in ("gone", "broken")
-
-
-@command("patches")
-def patches(settings: Settings, name: OneName = None, model: OnlyModel = None) -> None:
+@command(
+    "patches",
+    name=typer.Argument(
+        metavar="[NAME]", help="A patch or override, to see all of it."
+    ),
+    model=flag("--model", "Only what this model uses. (default: all models)"),
+)
+def patches(
+    settings: Settings, name: str | None = None, model: str | None = None
+) -> None:
     """List the changes to upstream code, or show one of them in full.
 
     A patch replaces a function; some patches belong to one kind of --blocks. An op
@@ -104,18 +74,15 @@ def patches(settings: Settings, name: OneName = None, model: OnlyModel = None) -
     with looking("looking at upstream's code"):
         known = _names(models)
         if name is None or name in known:  # else diffusers need not be imported
-            entries = [e for e in examine(models) if name in (None, e.name)]
+            entries = [e for e in examine(models) if name in (None, e["name"])]
     if not entries and name is not None:
         near = did_you_mean(name, known, "`tpuport patches` lists them")
         raise UsageError(f"no patch is called {name!r}; {near}")
-    if settings.json:
-        print_json({"patches": [asdict(entry) for entry in entries]})
-    elif name is not None:
-        for entry in entries:
-            print("\n".join([f"{entry.name}: {_status(entry)}", *_block(entry)]))
-    else:
-        print("\n".join(_table(entries)))
-    wrong = [entry.detail for entry in entries if entry.is_wrong]
+    text = _table(entries)
+    if name is not None:
+        text = [line for entry in entries for line in _block(entry)]
+    give_out({"patches": entries}, as_json=settings.json, text=text)
+    wrong = [entry["detail"] for entry in entries if entry["state"] in _WRONG]
     if wrong:
         raise PatchError("; ".join(dict.fromkeys(wrong)))
 
@@ -148,18 +115,17 @@ def examine(models: Iterable[ModelPlugin]) -> list[Entry]:
             inspect: Any = inspect_patches if blocks else inspect_overrides
             for thing, status in zip(things, inspect(things), strict=True):
                 entry = found.setdefault(thing, _entry(thing, blocks))
-                if entry.blocks != blocks:
-                    entry.blocks = ""
+                if entry["blocks"] != blocks:
+                    entry["blocks"] = ""
                 # Where models or blocks differ, the worst is told.
-                if _STATES.index(status.state) >= _STATES.index(entry.state):
-                    entry.state, entry.detail = status.state, status.detail
-                if model.name not in entry.models:
-                    entry.models.append(model.name)
-    return sorted(found.values(), key=lambda entry: entry.kind != "patch")
+                if _STATES.index(status.state) >= _STATES.index(entry["state"]):
+                    entry["state"], entry["detail"] = status.state, status.detail
+                if model.name not in entry["models"]:
+                    entry["models"].append(model.name)
+    return sorted(found.values(), key=lambda entry: entry["kind"] != "patch")
 
 
 def _entry(thing: Patch | OpOverride, blocks: str) -> Entry:
-    """What there is to say without looking at the installed packages."""
     if isinstance(thing, Patch):
         kind, targets, new = "patch", [thing.target], thing.replacement
         upstream, link = thing.upstream, thing.link
@@ -167,17 +133,20 @@ def _entry(thing: Patch | OpOverride, blocks: str) -> Entry:
         # It stands in for what torchax has, of any version.
         kind, targets, new = "override", list(thing.targets), thing.make
         upstream, link = "torchax", ""
-    return Entry(
-        name=thing.name,
-        kind=kind,
-        targets=targets,
-        reason=thing.reason,
-        upstream=upstream,
-        installed=version(_package(upstream)) if upstream else None,
-        module=_module(new),
-        link=link,
-        blocks=blocks,
-    )
+    return {
+        "name": thing.name,
+        "kind": kind,
+        "targets": targets,
+        "reason": thing.reason,
+        "upstream": upstream,
+        "installed": version(_package(upstream)) if upstream else None,
+        "models": [],
+        "blocks": blocks,
+        "module": _module(new),
+        "link": link,
+        "state": "applicable",
+        "detail": "",
+    }
 
 
 def _package(upstream: str) -> str:
@@ -198,9 +167,8 @@ def _module(new: Callable[..., Any] | str) -> str:
 
 
 def _table(entries: list[Entry]) -> list[str]:
-    """The list for people: a line of totals, and a row for each entry."""
-    kinds = Counter(entry.kind for entry in entries)
-    states = Counter(entry.state for entry in entries)
+    kinds = Counter(entry["kind"] for entry in entries)
+    states = Counter(entry["state"] for entry in entries)
     totals = [f"{states[s]} {_SAID[s][1]}" for s in _STATES if states[s]]
     if states["applicable"] == len(entries):
         totals = ["all apply"]
@@ -209,34 +177,35 @@ def _table(entries: list[Entry]) -> list[str]:
         f"{plural(kinds['override'], 'op override')}: {', '.join(totals)}"
     ]
     rows = [
-        (entry.name, entry.kind, _status(entry), ", ".join(entry.models))
+        (entry["name"], entry["kind"], _status(entry), ", ".join(entry["models"]))
         for entry in entries
     ]
     return [*lines, *columns(rows, indent="  "), "more of one: tpuport patches NAME"]
 
 
 def _status(entry: Entry) -> str:
-    said = _SAID[entry.state][0]
-    if entry.state != "skipped":
+    said = _SAID[entry["state"]][0]
+    if entry["state"] != "skipped":
         return said
-    return f"{said} (found {entry.installed or 'no ' + _package(entry.upstream)})"
+    found = entry["installed"] or f"no {_package(entry['upstream'])}"
+    return f"{said} (found {found})"
 
 
 def _block(entry: Entry) -> list[str]:
     rows = [
-        *((entry.kind, target) for target in entry.targets),
-        ("why", entry.reason),
+        *((entry["kind"], target) for target in entry["targets"]),
+        ("why", entry["reason"]),
         ("for", _versions(entry)),
-        ("used by", ", ".join(entry.models)),
-        ("in", entry.module),
+        ("used by", ", ".join(entry["models"])),
+        ("in", entry["module"]),
     ]
-    if entry.blocks:
-        rows.append(("in force", f"with --blocks {entry.blocks}"))
-    if entry.link:
-        rows.append(("link", entry.link))
-    if entry.is_wrong:
-        rows.append(("problem", one_line(entry.detail)))
-    lines: list[str] = []
+    if entry["blocks"]:
+        rows.append(("in force", f"with --blocks {entry['blocks']}"))
+    if entry["link"]:
+        rows.append(("link", entry["link"]))
+    if entry["state"] in _WRONG:
+        rows.append(("problem", one_line(entry["detail"])))
+    lines = [f"{entry['name']}: {_status(entry)}"]
     for label, text in rows:
         # Names and links stay whole, also where they do not fit: they are to be copied.
         lines += textwrap.wrap(
@@ -251,9 +220,8 @@ def _block(entry: Entry) -> list[str]:
 
 
 def _versions(entry: Entry) -> str:
-    if not entry.upstream:
+    wanted = entry["upstream"]
+    if not wanted:
         return "any version"
-    wanted = entry.upstream
-    if not Requirement(wanted).specifier:
-        wanted = f"any {wanted}"
-    return f"{wanted}; found {entry.installed or 'none'}"
+    which = wanted if Requirement(wanted).specifier else f"any {wanted}"
+    return f"{which}; found {entry['installed'] or 'none'}"

@@ -3,62 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from tpuport.cli.asked.environment import prepare, prepare_topology
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.environment import prepare, prepare_topology, running
+from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.planning import plan_run
 from tpuport.cli.runs.variants import with_model
-from tpuport.cli.shown import plan_text, signals
+from tpuport.cli.shown import plan_text
 from tpuport.cli.shown.output import give_out
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.plan.dump_folder import check_dump
-from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 ALL = "all"
 
 
-@command("plan")
+@command(
+    "plan",
+    topology=flag(
+        "--topology NAME", "The TPU slice, such as v5e-4, v5p-8, v6e-8 or v7x-8."
+    ),
+    stage=flag(
+        "--stage encode|denoise|decode|all",
+        "The stages to plan; several as encode,denoise.",
+    ),
+    dump=flag("--dump FOLDER", "Keep programs and schedules here."),
+    budget=flag(
+        "--budget SECONDS",
+        "Start no new compile after this time, in the search of --mesh auto.",
+        min=0.0,
+    ),
+    verbose=flag("--verbose", "Also each program and sharding rule."),
+)
 def plan(
     settings: Settings,
-    topology: Annotated[
-        str,
-        typer.Option(
-            "--topology",
-            metavar="NAME",
-            help="The TPU slice, such as v5e-4, v5p-8, v6e-8 or v7x-8.",
-        ),
-    ],
-    stage: Annotated[
-        str,
-        typer.Option(
-            "--stage",
-            metavar="encode|denoise|decode|all",
-            help="The stages to plan; several as encode,denoise.",
-        ),
-    ] = "denoise",
-    dump: Annotated[
-        str | None,
-        typer.Option(
-            "--dump", metavar="FOLDER", help="Keep programs and schedules here."
-        ),
-    ] = None,
-    budget: Annotated[
-        float,
-        typer.Option(
-            "--budget",
-            metavar="SECONDS",
-            min=0.0,
-            help="Start no new compile after this time, in the search of --mesh auto.",
-        ),
-    ] = 540.0,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also each program and sharding rule.")
-    ] = False,
+    topology: str,
+    stage: str = "denoise",
+    dump: str | None = None,
+    budget: float = 540.0,
+    verbose: bool = False,
 ) -> None:
     """Tell whether a run fits a TPU slice, and how long it takes.
 
@@ -81,13 +63,14 @@ def plan(
     if folder is not None:
         check_dump(folder)
     settings = with_model(settings, weights=False)
-    with Display(signals.check) as display:
+    with running(settings.cache_dir) as display:
+        from tpuport.cli.runs.planning import plan_run
+
         given = (settings, found, stages)
         made = plan_run(*given, budget=budget, dump=folder, reporter=display)
-    if not settings.json:
-        print(plan_text.everything(made) if verbose else plan_text.text(made))
     document = {"command": "plan", **made.as_dict()}
-    give_out(document, as_json=settings.json, report=settings.report)
+    text = plan_text.everything(made) if verbose else plan_text.text(made)
+    give_out(document, as_json=settings.json, text=[text], report=settings.report)
 
 
 def _stages(asked: str) -> list[str]:

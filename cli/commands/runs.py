@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import Annotated
 
 import typer
 
-from tpuport.api import default_cache_dir
-from tpuport.cli.asked.options import command, refuse_options
+from tpuport.cli.asked.environment import default_cache_dir
+from tpuport.cli.asked.options import command, flag, refuse_options
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import KeptRun, kept_run, kept_runs, remove
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.tables import columns
 from tpuport.core.reports import bytes_text, plural
 from tpuport.errors import ArtifactError, UsageError
@@ -39,18 +38,17 @@ def runs(settings: Settings, context: typer.Context) -> None:
         refuse_options(context)
         return
     found = kept_runs(settings.cache_dir or default_cache_dir())
-    if settings.json:
-        print_json({"runs": [run.as_dict() for run in found]})
-    elif found:
+    lines = ["no run is kept"]
+    if found:
         head, *rows = columns([_HEAD, *map(_row, found)])
         lines = [head]
         for run, row in zip(found, rows, strict=True):
             why = " ".join(run.failed.split())
             lines += [row, f"  failed: {why}"] if why else [row]
         width = shutil.get_terminal_size((_WIDTH, 24)).columns
-        print("\n".join(_cut(line, width) for line in lines))
-    else:
-        print("no run is kept")
+        lines = [_cut(line, width) for line in lines]
+    document = {"runs": [run.as_dict() for run in found]}
+    give_out(document, as_json=settings.json, text=lines)
 
 
 def _row(run: KeptRun) -> tuple[str, ...]:
@@ -82,18 +80,15 @@ def _age(seconds: float) -> str:
     return plural(max(int(seconds), 0), "second")
 
 
-@command("runs clean")
+@command(
+    "runs clean",
+    ids=typer.Argument(
+        metavar="ID", show_default=False, help="As `tpuport runs` shows them."
+    ),
+    everything=flag("--all", "Remove every run that no process works on."),
+)
 def clean(
-    settings: Settings,
-    ids: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="ID", show_default=False, help="As `tpuport runs` shows them."
-        ),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Remove every run that no process works on.")
-    ] = False,
+    settings: Settings, ids: list[str] | None = None, everything: bool = False
 ) -> None:
     """Remove runs that ended early.
 
@@ -125,11 +120,9 @@ def clean(
         else:
             names.append(run.folder.name)
             sizes.append(size)
-    if settings.json:
-        print_json({"removed": names, "bytes": sum(sizes)})
-    else:
-        for name in names:
-            print(f"removed {name}")
-        print(f"{plural(len(names), 'run')} removed, {bytes_text(sum(sizes))}")
+    document = {"removed": names, "bytes": sum(sizes)}
+    last = f"{plural(len(names), 'run')} removed, {bytes_text(sum(sizes))}"
+    text = [*(f"removed {name}" for name in names), last]
+    give_out(document, as_json=settings.json, text=text)
     if ids and busy:
         raise busy[0]

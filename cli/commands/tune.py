@@ -6,15 +6,15 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tpuport.cli.asked.environment import cache_folder, prepare
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.options import command, flag, given_flags
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
-from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import plural
@@ -30,40 +30,34 @@ if TYPE_CHECKING:
 
 _UNITS = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
 
-Chip = Annotated[
-    str, typer.Option("--chip", help="v4, v5e, v5p, v6e or v7x; no chip is needed.")
-]
-HeadDim = Annotated[int, typer.Option("--head-dim", min=1, help="Width of a head.")]
-QLen = Annotated[int, typer.Option("--q-len", min=1, help="Number of queries.")]
-KvLen = Annotated[
-    int | None,
-    typer.Option("--kv-len", min=1, help="Number of keys. (default: as queries)"),
-]
-Heads = Annotated[int, typer.Option("--heads", min=1, help="Heads of one chip.")]
+#: The options that say what a kernel is for.
+_ABOUT = {
+    "chip": flag("--chip", "v4, v5e, v5p, v6e or v7x; no chip is needed."),
+    "head_dim": flag("--head-dim", "Width of a head.", min=1),
+    "q_len": flag("--q-len", "Number of queries.", min=1),
+    "kv_len": flag("--kv-len", "Number of keys. (default: as queries)", min=1),
+    "heads": flag("--heads", "Heads of one chip.", min=1),
+}
 
 
-@command("bench attention")
+@command(
+    "bench attention",
+    **_ABOUT,
+    tiles=flag(
+        "--blocks auto|Q/KV/COMPUTE",
+        "Tokens of a tile, for all kernels; auto lets each kernel choose.",
+    ),
+    kernel=flag("--kernel", "tpuport or jax; may be repeated. (default: both)"),
+)
 def bench_attention(
     settings: Settings,
-    chip: Chip = "v6e",
-    head_dim: HeadDim = 64,
-    q_len: QLen = 39826,
-    kv_len: KvLen = None,
-    heads: Heads = 12,
-    tiles: Annotated[
-        str,
-        typer.Option(
-            "--blocks",
-            metavar="auto|Q/KV/COMPUTE",
-            help="Tokens of a tile, for all kernels; auto lets each kernel choose.",
-        ),
-    ] = "auto",
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kernel", help="tpuport or jax; may be repeated. (default: both)"
-        ),
-    ] = None,
+    chip: str = "v6e",
+    head_dim: int = 64,
+    q_len: int = 39826,
+    kv_len: int | None = None,
+    heads: int = 12,
+    tiles: str = "auto",
+    kernel: list[str] | None = None,
 ) -> None:
     """Compare attention kernels by the TPU compiler's schedule.
 
@@ -94,10 +88,7 @@ def bench_attention(
         rows, failed = _compared(cases, folder, display)
     if not rows:
         raise failed[0]
-    if settings.json:
-        print_json(rows)
-    else:
-        print("\n".join(_kernels_text(rows)))
+    give_out(rows, as_json=settings.json, text=_kernels_text(rows))
     if failed:
         raise typer.Exit(1)
 
@@ -105,7 +96,6 @@ def bench_attention(
 def _compared(
     cases: Sequence[AttentionCase], folder: Path, reporter: Reporter
 ) -> tuple[list[dict[str, Any]], list[TpuportError]]:
-    """The rows of some kernels, and the errors of those that are left out."""
     from tpuport.core.cost.attention_cycles import attention_cost
     from tpuport.core.mesh.slices import TopologyError
 
@@ -194,32 +184,26 @@ def _kernels_text(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-@command("tune")
+@command(
+    "tune",
+    **_ABOUT,
+    limit=flag("--limit", "The most candidates to compile.", min=1),
+    write=flag("--write", "Write the best tiles into the table."),
+    again=flag("--again", "Search again for every entry of the table."),
+    table=flag("--table FILE", "A table of tiles. (default: the kernel's own)"),
+)
 def tune(
     settings: Settings,
     context: typer.Context,
-    chip: Chip = "v6e",
-    head_dim: HeadDim = 64,
-    q_len: QLen = 39826,
-    kv_len: KvLen = None,
-    heads: Heads = 12,
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, help="The most candidates to compile.")
-    ] = 24,
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the best tiles into the table.")
-    ] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Search again for every entry of the table.")
-    ] = False,
-    table: Annotated[
-        str | None,
-        typer.Option(
-            "--table",
-            metavar="FILE",
-            help="A table of tiles. (default: the kernel's own)",
-        ),
-    ] = None,
+    chip: str = "v6e",
+    head_dim: int = 64,
+    q_len: int = 39826,
+    kv_len: int | None = None,
+    heads: int = 12,
+    limit: int = 24,
+    write: bool = False,
+    again: bool = False,
+    table: str | None = None,
 ) -> None:
     """Find the attention tiles that take the fewest cycles.
 
@@ -237,7 +221,8 @@ def tune(
     target = Path(table).expanduser() if table else TABLE
     searches: list[tuple[AttentionCase, int]]
     if again:
-        _alone(context)
+        for said in given_flags(context, (*_ABOUT, "limit")):
+            raise UsageError(f"{said} would not be used with --again")
         try:
             rows = read_entries(target)
         except ValueError as error:
@@ -261,19 +246,10 @@ def tune(
         if write:
             write_entry(target, entry)
             say(f"wrote {target}")
-        if not settings.json:
+        if not settings.json:  # a search may take hours: each is told at its end
             print("\n".join(_text(found)))
     if settings.json:
-        print_json(entries if again else entries[0])
-
-
-def _alone(context: typer.Context) -> None:
-    """Refuse options of one search beside those that the table has."""
-    for name in ("chip", "head_dim", "q_len", "kv_len", "heads", "limit"):
-        source = getattr(context.get_parameter_source(name), "name", "")
-        if source == "COMMANDLINE":
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} would not be used with --again")
+        give_out(entries if again else entries[0], as_json=True)
 
 
 def _search(

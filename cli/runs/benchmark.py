@@ -8,19 +8,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.video_run import VideoRun, find
-from tpuport.cli.shown import signals
+from tpuport.core.drive.step_caches import StepCaches
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.files.fingerprint import versions
-from tpuport.core.reports import StageReport
-from tpuport.core.run.progress import Display
+from tpuport.core.files.quality import compare
+from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.spec.step_cache import StepCache
-
-if TYPE_CHECKING:
-    from tpuport.core.drive.step_caches import StepCaches
 
 #: Load average per CPU before the start from which the times are called in question.
 BUSY = 0.5
@@ -80,26 +79,15 @@ class Runs:
         }
 
 
-class Once(Display):
-    """Says nothing twice: every run would say it."""
-
-    def __init__(self) -> None:
-        super().__init__(signals.check)
-        self._said: set[str] = set()
-
-    def say(self, text: str) -> None:
-        """A line, if it was not said."""
-        if text not in self._said:
-            self._said.add(text)
-            super().say(text)
-
-
 def measure(
     settings: Settings,
     *,
     repeat: int,
     against: str | None,
     caches: Sequence[StepCache] = (),
+    opened: float,
+    load: float,
+    reporter: Reporter,
 ) -> dict[str, Any]:
     """Run the benchmark; the result is JSON-ready.
 
@@ -109,14 +97,15 @@ def measure(
         repeat: steady runs of each.
         caches: step caches, each run in turns with the exact run.
         against: ``"diffusers"``, to measure upstream's code too.
+        opened: when the command began to import what it needs.
+        load: average of the machine then.
     """
-    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    cpus = os.cpu_count() or 1
     backends = [Backend.TPUPORT, *([Backend.DIFFUSERS] if against else [])]
     cached = {str(cache): cache for cache in caches}
     runs: dict[str, Runs] = {}
-    with Once() as display, contextlib.ExitStack() as stack:
-        opened = time.perf_counter()
-        folder = find(settings, display)
+    with contextlib.ExitStack() as stack:
+        folder = find(settings, reporter)
         prompt = (PROMPT,) if "prompt" in folder.parameters else ()
         for backend in backends:
             own = replace(settings, prompt=prompt, backend=backend)
@@ -124,7 +113,7 @@ def measure(
                 own = replace(own, executables=None, step_cache=None)
             else:
                 own = replace(own, step_cache=caches[0] if caches else None)
-            run = VideoRun.prepared(own, folder, display)
+            run = VideoRun.prepared(own, folder, reporter)
             stack.enter_context(run.opened())
             runs[str(backend)] = Runs(run)
             if run.caches is not None:
@@ -135,7 +124,7 @@ def measure(
         for turn in range(1 + repeat):
             what = "first run" if turn == 0 else f"run {turn} of {repeat}"
             for name, one in runs.items():
-                with display.timed(f"{name}: {what}"):
+                with reporter.timed(f"{name}: {what}"):
                     one.take()
         exact = runs[str(Backend.TPUPORT)]
         last = [*exact.stages[-1].values()]
@@ -176,8 +165,6 @@ def _compared(
     ours: Runs, theirs: Runs, mine: dict[str, Any], others: dict[str, Any]
 ) -> dict[str, Any]:
     """How much longer upstream's code takes, and how far its frames are."""
-    import numpy as np
-
     stages = mine["stages"]
     return {
         "ratio": {
@@ -192,8 +179,6 @@ def _priced(
     exact: Runs, cached: Runs, before: dict[str, Any], after: dict[str, Any]
 ) -> dict[str, Any]:
     """What a step cache saves, as ratios above 1, and what it costs."""
-    from tpuport.core.files.quality import compare
-
     return {
         "speedup": before["seconds"] / after["seconds"],
         "denoise_speedup": before["stages"]["denoise"] / after["stages"]["denoise"],

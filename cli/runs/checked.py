@@ -7,33 +7,35 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import numpy as np
+import torch
 
 from tpuport import targets
-from tpuport.cli.asked.environment import cache_folder, import_libraries
+from tpuport.cli.asked.environment import MESHES, cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.cli.runs.planning import plan_run
 from tpuport.cli.runs.variants import resolved
+from tpuport.core.drive.compared import Compared, Pair
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.made_folder import made_once
-from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.slices import Topology
+from tpuport.core.pipelines import small
+from tpuport.core.pipelines.call_arguments import PARAMETERS, arguments_of, as_arrays
+from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.pipelines.stand_in import write_random
+from tpuport.core.plan.losses import Loss, losses
+from tpuport.core.plan.plan import Plan
+from tpuport.core.plan.source_scan import Finding, behind_the_door
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import find_plugin, folder_of, plugin_for
 
-if TYPE_CHECKING:
-    from tpuport.core.drive.compared import Compared
-    from tpuport.core.mesh.slices import Topology
-    from tpuport.core.pipelines.folder import PipelineFolder
-    from tpuport.core.plan.losses import Loss
-    from tpuport.core.plan.plan import Plan
-    from tpuport.core.plan.source_scan import Finding
-
-#: The meshes that a pipeline is tried on; the last if a plugin has a layout for tp.
-MESHES = (MeshSpec(), MeshSpec(dp=2, sp=2), MeshSpec(sp=2, tp=2))
 #: What a small pipeline is asked for.
 _SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
 #: Bytes of weights of a folder that is run as it is.
@@ -107,9 +109,6 @@ class Subject:
         Args:
             settings: their weights take the place of a plugin's variants.
         """
-        import_libraries(reporter)
-        from tpuport.core.pipelines import small
-
         known = find_plugin(name)
         plugin = None if known is None else known.model
         if plugin is None or settings.weights:
@@ -127,9 +126,6 @@ class Subject:
     def _of_folder(
         cls, plugin: ModelPlugin | None, source: str | Path, reporter: Reporter
     ) -> Subject:
-        from tpuport.core.pipelines import small
-        from tpuport.core.pipelines.folder import PipelineFolder
-
         folder = PipelineFolder.find(source, reporter).fetched(reporter, weights=False)
         configs = small.of_folder(folder.folder)
         files = [f.stat().st_size for f in folder.folder.rglob("*.safetensors")]
@@ -140,17 +136,11 @@ class Subject:
 
     def as_small(self) -> Mapping[str, Any]:
         """The configs at a small size."""
-        from tpuport.core.pipelines import small
-
         as_it_is = self.small or self.folder is not None
         return self.configs if as_it_is else small.small(self.configs)
 
     def made(self, settings: Settings, reporter: Reporter) -> PipelineFolder:
         """The folder of the pipeline at a small size, with weights."""
-        from tpuport.core.pipelines import small
-        from tpuport.core.pipelines.folder import PipelineFolder
-        from tpuport.core.pipelines.stand_in import write_random
-
         folder = self.folder
         if folder is None:
             name = self.configs["model_index"]["_class_name"]
@@ -183,9 +173,6 @@ def check(
     Raises:
         TpuportError: there is nothing to run.
     """
-    from tpuport.core.plan.losses import losses
-    from tpuport.core.plan.source_scan import behind_the_door
-
     subject = Subject.find(name, settings, reporter)
     folder = subject.made(settings, reporter)
     found = Checked(pipeline=folder.class_name, weights=folder.folder)
@@ -214,11 +201,6 @@ def compare(
     folder: PipelineFolder, settings: Settings, reporter: Reporter
 ) -> list[Compared]:
     """A small pipeline beside upstream's code: on one device, and on meshes."""
-    import jax
-    import torch
-
-    from tpuport.core.drive.compared import Pair
-
     pipelines = [folder.load(torch.float32, reporter) for _ in range(2)]
     for one in pipelines:
         one.set_progress_bar_config(disable=True)
@@ -250,14 +232,6 @@ def compare(
 
 def arguments(folder: PipelineFolder) -> dict[str, Any]:
     """The keywords of a small call, made-up pictures with them."""
-    import numpy as np
-
-    from tpuport.core.pipelines.call_arguments import (
-        PARAMETERS,
-        arguments_of,
-        as_arrays,
-    )
-
     takes = folder.parameters
     pixels = np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8)
     offered: dict[str, Any] = {**_SMALL}

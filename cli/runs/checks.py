@@ -9,17 +9,30 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport import targets
 from tpuport.cli.asked.settings import Settings
+from tpuport.core.arrays import torch_dtype
+from tpuport.core.drive import rehearsal
+from tpuport.core.drive.rehearsal import Rehearsal, without_weights
+from tpuport.core.drive.step_caches import StepCacheError
 from tpuport.core.enums import Backend, Dtype, Place, StageName, denoises
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import check_own_folder
+from tpuport.core.mesh.device_memory import host_memory
+from tpuport.core.mesh.device_mesh import PlacedMesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
+from tpuport.core.pipelines.call_arguments import default_of
+from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.plan.pipeline_plan import rehearsed
 from tpuport.core.reports import Reporter, bytes_text
+from tpuport.core.seam.target import Target
 from tpuport.core.spec.component import TORCHAX
+from tpuport.core.weights.absent_packages import absent_of
 from tpuport.errors import (
     MeshError,
     ShardingError,
@@ -28,14 +41,6 @@ from tpuport.errors import (
     did_you_mean,
 )
 from tpuport.plugins import plugin_for
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.drive.rehearsal import Rehearsal
-    from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.pipelines.folder import PipelineFolder
-    from tpuport.core.seam.target import Target
 
 
 def check_inspection(settings: Settings) -> None:
@@ -56,8 +61,6 @@ def check_attention_here(settings: Settings) -> None:
     """Refuse a kernel that does not run on this machine's devices; starts jax."""
     if settings.attention.name != "splash" or settings.backend == Backend.DIFFUSERS:
         return
-    import jax
-
     found = jax.devices()[0].platform
     if found != "tpu":
         raise UsageError(
@@ -142,8 +145,6 @@ class PipelineCall:
     @property
     def asked(self) -> dict[str, Any]:
         """Size, frames and steps; what was not given is upstream's default."""
-        from tpuport.core.pipelines.call_arguments import default_of
-
         names = ("width", "height", "num_frames", "num_inference_steps")
         return {
             name: getattr(self.settings, name) or default_of(self.folder, name)
@@ -156,9 +157,6 @@ class PipelineCall:
 
     def bare(self) -> Any:
         """The pipeline without weights."""
-        from tpuport.core.arrays import torch_dtype
-        from tpuport.core.drive.rehearsal import without_weights
-
         return without_weights(self.folder, torch_dtype(str(self.settings.dtype)))
 
     def target(self, placed: PlacedMesh, reporter: Reporter) -> Target:
@@ -179,8 +177,6 @@ class PipelineCall:
             quiet: leave out the line about a plugin whose patches are used.
             first_step: end after the first ``scheduler.step``.
         """
-        from tpuport.core.plan.pipeline_plan import rehearsed
-
         target = self.target(placed, Reporter() if quiet else self.reporter)
         with upstreams_errors(self.folder.class_name):
             return rehearsed(
@@ -216,8 +212,6 @@ class PipelineCall:
 
     def settle_mesh(self) -> None:
         """Take :meth:`default_mesh` on this machine's chips, if it has any."""
-        import jax
-
         devices = jax.devices()
         on_chips = devices[0].platform != "cpu" and not self.by_upstream
         if self.settings.mesh is None and on_chips:
@@ -258,8 +252,6 @@ class PipelineCall:
 
         Upstream gives frames back as float32, those of a call at a time.
         """
-        from tpuport.core.mesh.device_memory import host_memory
-
         width, height, frames, _ = self.asked.values()
         room = host_memory()
         if not (height and width and frames and room):
@@ -320,8 +312,6 @@ class PipelineCall:
 
     def placed_here(self) -> PlacedMesh:
         """The mesh asked for on this machine's devices."""
-        import jax
-
         try:
             return targets.place_for_port(self.settings.mesh, self.reporter)
         except MeshError as error:
@@ -358,9 +348,6 @@ class PipelineCall:
 
     def check_step_cache(self, placed: PlacedMesh) -> None:
         """Refuse a step cache that the pipeline cannot have; no weights are read."""
-        from tpuport.core.drive import rehearsal
-        from tpuport.core.drive.step_caches import StepCacheError
-
         cache, name = self.settings.step_cache, self.folder.class_name
         if cache is None:
             return
@@ -405,8 +392,6 @@ def upstreams_errors(pipeline: str) -> Iterator[None]:
     except TpuportError:
         raise
     except (NameError, ImportError) as error:
-        from tpuport.core.weights.absent_packages import absent_of
-
         package = absent_of(error)
         needed = f"; it needs a package: pip install {package}" if package else ""
         raise TpuportError(f"{pipeline} failed: {one_line(error)}{needed}") from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from tpuport.api import default_cache_dir
+from tpuport.cli.asked.environment import default_cache_dir
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.errors import may_pass
 from tpuport.core.files.folders import check_folder
@@ -215,11 +215,7 @@ def keep_asked(folder: Path, settings: Settings, out: str) -> None:
 
 
 def _read_asked(folder: Path) -> Asked:
-    """The content of a run's ``asked.json``.
-
-    Raises:
-        ArtifactError: the file is missing or not usable.
-    """
+    """The content of a run's ``asked.json``."""
     file, remedy = folder / _ASKED_FILE, "make the video again"
     return checked(Asked, read_document(file, _ASKED, remedy), file, remedy)
 

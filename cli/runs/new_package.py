@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tpuport.cli.asked.environment import import_libraries
+import torch
+
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import Subject, arguments
 from tpuport.cli.runs.checks import upstreams_errors
+from tpuport.core.drive.changes_run import counting
+from tpuport.core.drive.rehearsal import Rehearsal, rehearse, without_weights
 from tpuport.core.enums import denoises
-from tpuport.core.files.atomic import cannot_write, temporary_beside
+from tpuport.core.files.atomic import cannot_write, new_folder
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.pipelines import small
 from tpuport.core.reports import Reporter
 from tpuport.errors import UsageError
-from tpuport.plugins import find_plugin
 from tpuport.targets import general_target, place_for_port
-
-if TYPE_CHECKING:
-    from tpuport.core.drive.rehearsal import Rehearsal
 
 #: Ends of weights' names that split over tp alike in every transformer of diffusers.
 _SPLIT = {
@@ -103,18 +101,20 @@ def test_the_port_is_exact() -> None:
 
 
 def new_package(
-    name: str, pipeline: str, out: Path, settings: Settings, reporter: Reporter
+    name: str,
+    package: str,
+    pipeline: str,
+    out: Path,
+    settings: Settings,
+    reporter: Reporter,
 ) -> dict[str, Any]:
     """Write a package; the document of the command.
 
     Args:
+        package: its name in Python.
         pipeline: the class in diffusers.
         out: a folder that is empty, or is not there.
     """
-    package = _checked(name, out)
-    import_libraries(reporter)
-    from tpuport.core.pipelines import small
-
     cls = small.pipeline_class(pipeline)
     if settings.weights:
         subject = Subject.find(pipeline, settings, reporter)
@@ -150,35 +150,10 @@ def new_package(
     return {"folder": str(out), "files": list(files), "changes": changes}
 
 
-def _checked(name: str, out: Path) -> str:
-    """The name of the package; refuses what can be refused before imports."""
-    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
-        raise UsageError(
-            f"a plugin may not be called {name!r}: begin with a small letter, and use "
-            "small letters, digits, - and _"
-        )
-    package = f"tpuport_{name.replace('-', '_')}"
-    known = find_plugin(name)
-    if known is not None:
-        raise UsageError(
-            f"a plugin of {known.package} is called {name!r} already; take another name"
-        )
-    if importlib.util.find_spec(package) is not None:
-        raise UsageError(f"a package {package} is installed; take another name")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there and not empty; name another with --out")
-    return package
-
-
 def _ported(
     subject: Subject, settings: Settings, reporter: Reporter
 ) -> tuple[Rehearsal, dict[str, str]]:
     """The pipeline ported at a small size, and the changes that ran with reasons."""
-    import torch
-
-    from tpuport.core.drive.changes_run import counting
-    from tpuport.core.drive.rehearsal import rehearse, without_weights
-
     folder = subject.made(settings, reporter)
     placed = place_for_port(MeshSpec())
     target, ran = counting(general_target(placed, replace(settings, cache_dir=None)))
@@ -195,7 +170,6 @@ def _ported(
 
 
 def _matches(pattern: str, found: Rehearsal) -> bool:
-    """Whether a weight of a denoiser has a name that ends so."""
     return any(
         re.fullmatch(rf"(?:.*\.)?{pattern}", weight)
         for program in found.programs
@@ -222,18 +196,10 @@ def _repo(weights: str | Path | None) -> str:
 
 def _write(out: Path, files: Mapping[str, str]) -> None:
     """All files, or none."""
-    temporary = out
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_beside(out)
-        for name, text in files.items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            (temporary / name).write_text(text, "utf-8")
-        if out.exists():
-            out.rmdir()  # empty, as was checked
-        temporary.rename(out)
+        with new_folder(out) as temporary:
+            for name, text in files.items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                (temporary / name).write_text(text, "utf-8")
     except OSError as error:
         raise cannot_write(out, error) from error
-    finally:
-        if temporary != out:
-            shutil.rmtree(temporary, ignore_errors=True)

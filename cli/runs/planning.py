@@ -7,23 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tpuport.cli.asked.environment import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.checks import PipelineCall, check_on_host, check_vae, prompts_of
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.video_run import find
+from tpuport.core.drive.rehearsal import Rehearsal
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
-from tpuport.core.mesh.slices import topology_devices
+from tpuport.core.mesh.slices import Topology, topology_devices
+from tpuport.core.pipelines.call_arguments import arguments_of, as_arrays
+from tpuport.core.plan.pipeline_plan import Folders, plan_pipeline, topology_mesh
+from tpuport.core.plan.plan import Plan
+from tpuport.core.reports import Reporter
 from tpuport.errors import MeshError
-
-if TYPE_CHECKING:
-    from tpuport.core.drive.rehearsal import Rehearsal
-    from tpuport.core.mesh.slices import Topology
-    from tpuport.core.plan.plan import Plan
-    from tpuport.core.reports import Reporter
 
 
 def plan_run(
@@ -56,8 +54,6 @@ def prepared(
 ) -> PipelineCall:
     """The call; of the folder only configs are there."""
     folder = find(settings, reporter)
-    from tpuport.core.pipelines.call_arguments import arguments_of, as_arrays
-
     check_on_host(settings, folder)
     check_vae(settings, folder)
     arguments = arguments_of(folder, sized(settings, folder, reporter))
@@ -89,15 +85,11 @@ class _One(PipelineCall):
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
         """The run on a mesh."""
-        from tpuport.core.plan.pipeline_plan import topology_mesh
-
         again, self._again = self._again, True
         return self.rehearsed(topology_mesh(self.topology, spec), quiet=again)
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""
-        from tpuport.core.plan.pipeline_plan import Folders, plan_pipeline
-
         schedules = cache_folder(self.settings.cache_dir) / "schedules"
         return plan_pipeline(
             self.folder,
@@ -147,7 +139,6 @@ def _best(one: _One, budget: float) -> Plan:
 
 
 def _heads_and_rows(found: Rehearsal) -> tuple[list[int], int]:
-    """Heads and rows of the batch of the attention calls that denoise."""
     records = [
         record
         for program in found.programs

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.variants import NAMED
+from tpuport.core.drive.rehearsal import without_weights
 from tpuport.core.enums import denoises
 from tpuport.core.files.sources import read_image, read_video
+from tpuport.core.pipelines.call_arguments import default_of
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
 from tpuport.errors import UsageError
 
-if TYPE_CHECKING:
-    from tpuport.core.pipelines.folder import PipelineFolder
-
-#: The shape, width by height, that size classes are named by: 720p is 1280x720.
-NAMED = 16 / 9
 #: Where upstream's pipelines keep the pixels of a latent's side.
 _SCALES = (
     "vae_scale_factor_spatial",
@@ -33,8 +33,6 @@ def sized(settings: Settings, folder: PipelineFolder, reporter: Reporter) -> Set
     The video has as many pixels as a 16:9 video of the class, in the shape asked for.
     Both sides are multiples of a token's pixels.
     """
-    from tpuport.core.pipelines.call_arguments import default_of
-
     name, aspect = settings.resolution, settings.aspect_ratio
     if name is None and aspect is None:
         return settings
@@ -62,13 +60,6 @@ def sized(settings: Settings, folder: PipelineFolder, reporter: Reporter) -> Set
     return replace(own, resolution=None, aspect_ratio=None)
 
 
-def class_of_size(sides: Mapping[str, Any]) -> str | None:
-    """The class of a height and a width; ``None`` if these are not given."""
-    if not {"height", "width"} <= sides.keys():
-        return None
-    return f"{round(math.sqrt(sides['height'] * sides['width'] / NAMED))}p"
-
-
 def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:
     """How many the video is to have; without a class as many as upstream's default."""
     if name is None:
@@ -82,7 +73,6 @@ def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:
 
 
 def _source(settings: Settings) -> tuple[int, int] | None:
-    """Height and width of the image or the video that a run starts from."""
     if settings.image is not None:
         image = read_image(settings.image)
     elif settings.video is not None:
@@ -94,10 +84,6 @@ def _source(settings: Settings) -> tuple[int, int] | None:
 
 def token_side(folder: PipelineFolder) -> int:
     """Pixels of a side of a denoiser's token; only configs are read."""
-    import torch
-
-    from tpuport.core.drive.rehearsal import without_weights
-
     pipeline = without_weights(folder, torch.float32)
     found = (getattr(pipeline, name, None) for name in _SCALES)
     side = next((int(scale) for scale in found if scale), 8)

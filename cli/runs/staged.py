@@ -8,28 +8,24 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import going_on, is_kept, keep_asked, sweep, temporary
 from tpuport.cli.runs.video_run import VideoRun, file_digest, find
-from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say, show_results
+from tpuport.core.drive.pipeline_run import PipelineRun, Record
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import atomic_write_bytes
 from tpuport.core.files.fingerprint import versions
+from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_lock import holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
-from tpuport.core.run.progress import Display
+from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.reports import Reporter, RunReport
 from tpuport.core.spec.run_settings import Asked, typed
 from tpuport.errors import ArtifactError, AttentionError, UsageError, WriteError
-
-if TYPE_CHECKING:
-    from tpuport.core.drive.pipeline_run import PipelineRun, Record
-    from tpuport.core.files.outputs import Video
-    from tpuport.core.pipelines.folder import PipelineFolder
-    from tpuport.core.reports import Reporter, RunReport
 
 #: How each stage of a run is run: by the flags of its command.
 _OF_A_STAGE = (
@@ -40,22 +36,25 @@ _OF_A_STAGE = (
 _HOW = (*_OF_A_STAGE, "dtype")
 
 
-def begin_run(settings: Settings, started: float, command: str) -> None:
+def begin_run(
+    settings: Settings, started: float, command: str, reporter: Reporter
+) -> None:
     """Begin a run, or go on with the same one; tell of it as ``command`` does.
 
     ``generate`` makes videos, and ``encode`` ends before the first call of a denoiser.
     """
     until = StageName.ENCODE if command == StageName.ENCODE else None
-    with Display(signals.check) as display:
-        folder = find(settings, display)
-        run = VideoRun.prepared(settings, folder, display, partly=until is not None)
-        outputs = None if until else run.outputs(f"{_short_name(run)}{_seed(run)}.mp4")
-        with _begun(run, outputs.asked if outputs else "") as kept:
-            videos, report = run.make(outputs, started, kept, until)
+    folder = find(settings, reporter)
+    run = VideoRun.prepared(settings, folder, reporter, partly=until is not None)
+    outputs = None if until else run.outputs(f"{_short_name(run)}{_seed(run)}.mp4")
+    with _begun(run, outputs.asked if outputs else "") as kept:
+        videos, report = run.make(outputs, started, kept, until)
     _show(command, run, report, videos)
 
 
-def go_on_with_run(settings: Settings, started: float, stage: StageName | None) -> None:
+def go_on_with_run(
+    settings: Settings, started: float, stage: StageName | None, reporter: Reporter
+) -> None:
     """Run a stage of a run that was begun, as its folder says; or finish the run.
 
     Args:
@@ -63,10 +62,7 @@ def go_on_with_run(settings: Settings, started: float, stage: StageName | None) 
         stage: ``None`` for all that is left; it and decode write the videos.
     """
     resumes, stages = stage is None, [*StageName]
-    with (
-        Display(signals.check) as display,
-        _opened(settings, display, resumes=resumes) as (run, kept),
-    ):
+    with _opened(settings, reporter, resumes=resumes) as (run, kept):
         if stage is not None and stage != stages[0]:
             kept.check_finished(stages[stages.index(stage) - 1])
         place = kept.record["out"] if resumes else ""
@@ -84,8 +80,6 @@ def _begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
 
     The same command finds the same folder, and goes on.
     """
-    from tpuport.core.drive.pipeline_run import PipelineRun
-
     record, given = _record(run, out), run.settings.run_dir
     with contextlib.ExitStack() as stack:
         if given is not None:
@@ -103,7 +97,6 @@ def _begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
 
 
 def _say_where(kept: PipelineRun) -> None:
-    """Say how far a run is that goes on."""
     if tapes := tapes_in(kept.path):
         done = ", ".join(told_of(tape) for tape in tapes)
         say(f"going on with the run in {kept.path}, after {done}")
@@ -138,8 +131,6 @@ def _opened(
         resumes: go on in the way of the run so far, and remove a folder of the cache
             when the videos are there. Else a stage begins, in the way of the flags.
     """
-    from tpuport.core.drive.pipeline_run import PipelineRun
-
     path = settings.run_dir
     assert path is not None
     hold = temporary if resumes and is_kept(path) else working_in
@@ -194,7 +185,6 @@ def _absolute(name: str) -> str:
 
 
 def _keep_inputs(kept: PipelineRun, run: VideoRun) -> None:
-    """Copy the images and videos that a run starts from into its folder."""
     for name in run.inputs:
         place = _copy_of(kept, _absolute(name))
         if not place.exists():
@@ -203,7 +193,6 @@ def _keep_inputs(kept: PipelineRun, run: VideoRun) -> None:
 
 
 def _copy_of(kept: PipelineRun, name: str) -> Path:
-    """Where a run's folder has its copy of a file."""
     digest = kept.record["inputs"][name]
     return kept.path / "inputs" / f"{digest[:16]}{Path(name).suffix}"
 
@@ -267,7 +256,6 @@ def _with_inputs(kept: PipelineRun, value: Any) -> Any:
 
 
 def _show(command: str, run: VideoRun, report: RunReport, videos: list[Video]) -> None:
-    """The end of a command."""
     settings = run.settings
     run_dir = settings.run_dir
     document = {

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.environment import cache_folder, import_libraries
+from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, import_libraries
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.size_class import class_of_size
 from tpuport.cli.shown.output import say
 from tpuport.core.files.made_folder import made_once
 from tpuport.core.reports import Reporter
@@ -20,6 +19,9 @@ from tpuport.core.spec.model_plugin import ModelPlugin, Published
 from tpuport.core.spec.run_settings import DEMO
 from tpuport.errors import UsageError
 from tpuport.plugins import folder_of, get_model, model_plugins, plugin_for
+
+#: The shape, width by height, that size classes are named by: 720p is 1280x720.
+NAMED = 16 / 9
 
 
 def with_model(settings: Settings, *, weights: bool = True) -> Settings:
@@ -150,3 +152,10 @@ def _with_defaults(
         if cls is not None and not takes(cls, frames):
             del given["num_frames"]  # the video has as many as are made
     return replace(settings, options=options, **given)
+
+
+def class_of_size(sides: Mapping[str, Any]) -> str | None:
+    """The class of a height and a width; ``None`` if these are not given."""
+    if not {"height", "width"} <= sides.keys():
+        return None
+    return f"{round(math.sqrt(sides['height'] * sides['width'] / NAMED))}p"

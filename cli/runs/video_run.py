@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport import targets
-from tpuport.cli.asked.environment import cache_folder, import_libraries
+from tpuport.cli.asked.environment import cache_folder
 from tpuport.cli.asked.noise import read_noise
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checks import (
@@ -25,10 +28,31 @@ from tpuport.cli.runs.checks import (
 )
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.shown.output import check_report, say
+from tpuport.core.arrays import torch_dtype
+from tpuport.core.drive.checkpoints import Checkpoints
+from tpuport.core.drive.driving import called, merged, tape_of
+from tpuport.core.drive.late_weights import LateWeights
+from tpuport.core.drive.pipeline_run import PipelineRun
+from tpuport.core.drive.step_caches import StepCaches, standing, step_caches
 from tpuport.core.enums import Blocks, StageName, denoises
+from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.folders import check_folder
+from tpuport.core.files.frames import check_frames
 from tpuport.core.files.outputs import Outputs, Video, plan_outputs
 from tpuport.core.files.video_file import SOUNDING, VideoWriter, check_length
+from tpuport.core.mesh.device_mesh import PlacedMesh
+from tpuport.core.pipelines import sidecar
+from tpuport.core.pipelines.call_arguments import (
+    FPS,
+    SCHEDULER,
+    Made,
+    arguments_of,
+    as_arrays,
+    default_of,
+    made_of,
+    media_of,
+)
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import (
     Reporter,
     RunReport,
@@ -37,19 +61,13 @@ from tpuport.core.reports import (
     peak_host_bytes,
     plural,
 )
+from tpuport.core.run.inspection import Inspection
+from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.ported import port_pipeline, seam_of, unport
+from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import PROFILED_CALLS
 from tpuport.errors import UsageError
 from tpuport.plugins import plugin_for
-
-if TYPE_CHECKING:
-    from tpuport.core.drive.pipeline_run import PipelineRun
-    from tpuport.core.drive.step_caches import StepCaches
-    from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.pipelines.call_arguments import Made
-    from tpuport.core.pipelines.folder import PipelineFolder
-    from tpuport.core.run.inspection import Inspection
-    from tpuport.core.seam.journal import Journal
-    from tpuport.core.seam.target import Target
 
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
@@ -60,11 +78,6 @@ _FLAGS = (
 
 def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     """The pipeline's folder; the index alone is read."""
-    cache_folder(settings.cache_dir)
-    import_libraries(reporter)
-    from tpuport.core.pipelines.call_arguments import SCHEDULER, media_of
-    from tpuport.core.pipelines.folder import PipelineFolder
-
     assert settings.weights is not None
     folder = PipelineFolder.find(settings.weights, reporter)
     plugin = plugin_for(folder.class_name)
@@ -146,8 +159,6 @@ class VideoRun(PipelineCall):
             again: what a replay makes again.
             partly: some components are not called, and their weights may be missing.
         """
-        from tpuport.core.pipelines.call_arguments import arguments_of
-
         _check_files(settings, folder, again)
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
@@ -199,8 +210,6 @@ class VideoRun(PipelineCall):
     @property
     def fps(self) -> float:
         """Of the files."""
-        from tpuport.core.pipelines.call_arguments import FPS, default_of
-
         return float(self.settings.fps or default_of(self.folder, "fps") or FPS)
 
     def videos(self) -> list[tuple[str | None, int]]:
@@ -222,8 +231,6 @@ class VideoRun(PipelineCall):
         Args:
             name: the place without --out.
         """
-        from tpuport.core.pipelines.call_arguments import default_of
-
         count = 1 if self.again is not None else len(self.videos())
         read = [Path(name).expanduser() for name in self.inputs]
         read += self.again.files if self.again else ()
@@ -293,12 +300,6 @@ class VideoRun(PipelineCall):
         Args:
             late: read the weights of a component when it is called.
         """
-        from tpuport.core.arrays import torch_dtype
-        from tpuport.core.drive.late_weights import LateWeights
-        from tpuport.core.drive.step_caches import standing, step_caches
-        from tpuport.core.seam.journal import Journal
-        from tpuport.core.seam.ported import port_pipeline, seam_of, unport
-
         settings, reporter = self.settings, self.reporter
         dtype = torch_dtype(str(settings.dtype))
         if late:
@@ -332,9 +333,6 @@ class VideoRun(PipelineCall):
         return replace(target, built=targets.executables_for(*given))
 
     def _inspection(self) -> Inspection | None:
-        """What looks at the calls of modules, if something was asked for."""
-        from tpuport.core.run.inspection import Inspection
-
         asked = self.settings
         if not (asked.memory_report or asked.profile or asked.no_jit):
             return None
@@ -352,11 +350,6 @@ class VideoRun(PipelineCall):
 
     def made(self, index: int) -> tuple[Made | None, list[StageReport]]:
         """What a call makes, and the reports of its stages; ``None`` before decode."""
-        import torch
-
-        from tpuport.core.files.frames import check_frames
-        from tpuport.core.pipelines.call_arguments import as_arrays, made_of
-
         numbers = self.together()[index]
         given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
         torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
@@ -375,9 +368,6 @@ class VideoRun(PipelineCall):
 
         The tape of the call is in the run's folder, if there is one.
         """
-        from tpuport.core.drive.checkpoints import Checkpoints
-        from tpuport.core.drive.driving import called, tape_of
-
         inspection, every = self.inspection, self.settings.checkpoint_every
         with contextlib.ExitStack() as stack:
             tape = checkpoints = None
@@ -409,8 +399,6 @@ class VideoRun(PipelineCall):
 
     def _own(self, numbers: Sequence[int]) -> dict[str, Any]:
         """The keywords of a call that are its videos' own; several are in lists."""
-        import torch
-
         known = self.folder.all_parameters
         videos = [self.videos()[number] for number in numbers]
         found: dict[str, list[Any]] = {}
@@ -435,8 +423,6 @@ class VideoRun(PipelineCall):
     def _write(
         self, numbers: Sequence[int], made: Made, writers: Sequence[VideoWriter]
     ) -> None:
-        from tpuport.core.pipelines.sidecar import frames_digest
-
         if len(made.frames) < len(numbers):
             raise UsageError(
                 f"{self.folder.class_name} made {plural(len(made.frames), 'video')} of "
@@ -453,7 +439,7 @@ class VideoRun(PipelineCall):
         wanted = numbers if self.again is None else numbers[self.again.video :][:1]
         for number in wanted:
             frames = made.frames[number - numbers[0]]
-            self.digests.append(frames_digest(frames))
+            self.digests.append(sidecar.frames_digest(frames))
             if writers:
                 place = number - wanted[0] * bool(self.again)
                 writers[place].write(frames, sound, made.rate)
@@ -461,33 +447,43 @@ class VideoRun(PipelineCall):
     def _sidecar(
         self, report: RunReport, index: int, output: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the sidecar of a video says."""
-        from tpuport.core.pipelines import sidecar
-
-        settings, digest = self.settings, self.digests[index]
-        how: Any = self.how
+        """What the sidecar of a video says: a :class:`sidecar.Sidecar`."""
+        settings, checkpoint = self.settings, self.folder.checkpoint
         flags = {n: getattr(settings, n) for n in _FLAGS}
         if settings.step_cache is not None:
             flags["step_cache"] = str(settings.step_cache)
         number = index + (self.again.video if self.again else 0)
         call = next(c for c in self.together() if number in c)
         videos = [self.videos()[n] for n in call]
-        request: sidecar.Request = {
-            "prompts": [prompt for prompt, _ in videos],
-            "negative_prompts": [settings.negative_prompt] * len(videos),
-            "seeds": [[seed for _, seed in videos]],
-            "flags": {n: v for n, v in flags.items() if v is not None},
-            "options": dict(settings.options),
+        return {
+            "pipeline": self.folder.class_name,
+            "weights": {
+                "source": checkpoint.reference,
+                "fingerprints": checkpoint.fingerprints(self.folder.components()),
+            },
+            "request": {
+                "prompts": [prompt for prompt, _ in videos],
+                "negative_prompts": [settings.negative_prompt] * len(videos),
+                "seeds": [[seed for _, seed in videos]],
+                "flags": {n: v for n, v in flags.items() if v is not None},
+                "options": dict(settings.options),
+            },
+            "video": number - call[0],
+            "noise": call[0] + (self.again.noise if self.again else 0),
+            "inputs": dict(self.inputs),
+            "how": self.how,
+            "versions": versions(),
+            "platform": {"system": platform.platform(), "devices": report.devices},
+            "output": dict(output),
+            "frames_sha256": self.digests[index],
+            "summary": {
+                "total_seconds": round(report.total_seconds, 3),
+                "peak_host_bytes": report.peak_host_bytes,
+                "peak_device_bytes": report.peak_device_bytes,
+            },
         }
-        return sidecar.describe(
-            *(self.folder, request, how, self.inputs, digest, report, output),
-            video=number - call[0],
-            noise=call[0] + (self.again.noise if self.again else 0),
-        )
 
     def report(self, stages: list[Any], seconds: float) -> RunReport:
-        from tpuport.core.drive.driving import merged
-
         devices = list(self.placed.mesh.devices.flat)
         return RunReport(
             model=self.folder.class_name,
@@ -504,7 +500,6 @@ class VideoRun(PipelineCall):
         )
 
     def _in_words(self) -> str:
-        """What will be made."""
         settings = self.settings
         width, height, frames, steps = self.asked.values()
         parts = [
@@ -521,7 +516,6 @@ class VideoRun(PipelineCall):
 def _check_files(
     settings: Settings, folder: PipelineFolder, again: Again | None
 ) -> None:
-    """Refuse files that cannot be read or written, before anything is fetched."""
     count = max(len(settings.prompt), 1) * len(settings.seed)
     noise = read_noise(settings.latents)
     if noise is not None:

@@ -29,11 +29,6 @@ def say(text: str) -> None:
         print(text, file=sys.stderr or io.StringIO(), flush=True)
 
 
-def print_json(document: Any) -> None:
-    """The one JSON document of a command, on stdout."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
-
-
 #: How the document of every command begins.
 _BEGINNING = b'{\n  "command": "'
 
@@ -58,10 +53,23 @@ def check_report(file: Path, inputs: Sequence[Path]) -> None:
         raise UsageError(f"--report {file}: is there, and no report; name another file")
 
 
-def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
-    """The JSON document of a command: on stdout, in the file ``report``, or both."""
+def give_out(
+    document: Any,
+    *,
+    as_json: bool,
+    text: Iterable[str] = (),
+    report: Path | None = None,
+) -> None:
+    """What a command has found, on stdout: its one JSON document, or lines of text.
+
+    Args:
+        report: a file that gets the document too.
+    """
     if as_json:
-        print_json(document)
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        for line in text:
+            print(line)
     if report is not None:
         new = missing(report.parent)
         try:

@@ -107,7 +107,6 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _in_short(plan: Plan) -> Iterator[str]:
-    """A row for each stage: memory, time, what bounds it."""
     rows = [("stage", "HBM", "of it weights", "a call", "calls", "in all", "bound by")]
     for stage in plan.stages:
         memory = max((p.memory for p in stage.programs), key=lambda m: m.total)
@@ -128,7 +127,6 @@ def _times(plan: Plan) -> Iterator[str]:
 
 
 def _together(plan: Plan) -> Iterator[str]:
-    """All stages, and what compiling them took."""
     left = [n for n in STAGES if plan.stage(n) is None]
     if left:
         yield f"not planned: {', '.join(left)} (--stage all plans them too)"
@@ -191,7 +189,6 @@ def _collectives(plan: Plan) -> Iterator[str]:
 
 
 def _attention(plan: Plan) -> Iterator[str]:
-    """Each distinct call, with the programs that make it."""
     calls: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for program in plan.programs:
         for record in program.attention:
@@ -240,7 +237,6 @@ def _shape(record: Mapping[str, Any]) -> str:
 
 
 def _split(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """Which axis splits what of a call."""
     batch, heads, tokens, _ = record["split"]
     joint = record["padded"] is not None
     along = {"batch": batch, "heads": heads, "tokens" if joint else "queries": tokens}
@@ -271,7 +267,6 @@ def _name(program: Measured) -> str:
 
 
 def _figures(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of a name and figures."""
     return columns(rows, indent="  ", right=range(1, len(rows[0])))
 
 

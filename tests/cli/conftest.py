@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call
+from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call, example
 from tests.processes import Once
 
 
@@ -52,12 +52,7 @@ def cli(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
 @pytest.fixture(scope="session")
 def folder(once: Once) -> Path:
     """A pipeline in the layout that ``save_pretrained`` writes."""
-    from tests.pipelines.example import all_examples, made, saved
-
-    def write(folder: Path) -> None:
-        saved(made(all_examples()["WanPipeline"])[0], folder / "pipeline")
-
-    return once("wan", write) / "pipeline"
+    return example(once, "WanPipeline")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.processes import Once
 from tpuport.cli import main
 from tpuport.core.run import progress
 
@@ -53,6 +54,16 @@ class Made:
     @property
     def videos(self) -> list[Path]:
         return [Path(video["path"]) for video in self.ran.json["videos"]]
+
+
+def example(once: Once, name: str) -> Path:
+    """A small pipeline of a class, in the layout that ``save_pretrained`` writes."""
+    from tests.pipelines.example import all_examples, made, saved
+
+    def write(folder: Path) -> None:
+        saved(made(all_examples()[name])[0], folder / "pipeline")
+
+    return once(name, write) / "pipeline"
 
 
 class Cli:

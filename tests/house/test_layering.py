@@ -309,6 +309,7 @@ def test_kernels_are_jax_only() -> None:
 #: What must start quickly: importing any of these imports no other module at its top
 #: that needs torch or jax.
 LIGHT_ROOMS = {("core", room) for room in (HALL, "mesh", "files", "spec")}
+LIGHT_ROOMS |= {("cli", room) for room in (HALL, "shown", "asked", "commands")}
 
 
 def light() -> set[str]:
@@ -319,7 +320,7 @@ def light() -> set[str]:
             return False
         if source.layer == "models":  # a plugin names what needs torch or jax
             return source.name.endswith(".plugin")
-        if source.layer in ROOMS and source.layer != "cli":
+        if source.layer in ROOMS:
             return room_of(source.name) in LIGHT_ROOMS
         return True
 

@@ -105,8 +105,8 @@ def test_a_patch_says_why_where_from_and_for_which_versions(patch: Patch) -> Non
     assert re.fullmatch(r"https://\S+\.\S+/\S+", patch.link)
     assert patch.upstream
     entry = entry_of(patch)
-    assert entry.installed is not None
-    assert entry.state == "applicable", entry.detail
+    assert entry["installed"] is not None
+    assert entry["state"] == "applicable", entry["detail"]
 
 
 @each_patch
@@ -174,7 +174,7 @@ def test_a_patch_for_other_versions_is_skipped_and_says_so(patch: Patch) -> None
     package = re.split(r"[<>=!~]", patch.upstream)[0]
     other = dataclasses.replace(patch, upstream=f"{package}==0.0.0.1")
     (status,) = inspect_patches([other])
-    found = entry_of(patch).installed
+    found = entry_of(patch)["installed"]
     assert status.state == "skipped"
     assert status.detail == f"for {package}==0.0.0.1; {package} {found} is installed"
     before = own(patch)
@@ -258,5 +258,6 @@ def entries() -> list[Entry]:
 
 
 def entry_of(patch: Patch) -> Entry:
-    (found,) = (e for e in entries() if e.kind == "patch" and e.name == patch.name)
+    name = ("patch", patch.name)
+    (found,) = (e for e in entries() if (e["kind"], e["name"]) == name)
     return found

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.tools import ASKED, Cli, call
 from tests.processes import run_python
+from tpuport.cli.asked import environment
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.planning import prepared
 from tpuport.core.enums import Place
@@ -40,7 +41,7 @@ def test_what_cannot_be_compiled_is_refused(
     args: list[str], message: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Said before torch and jax are imported.
-    monkeypatch.setattr("tpuport.api.import_libraries", None)
+    monkeypatch.setattr(environment, "import_libraries", None)
     Path("file").touch()
     ran = cli("compile", *args)
     assert ran.code == 2

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.tools import Made
 from tests.measure.damage import MISSING, Damage, damaged, damages, reseal, sample
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.commands.replay import _again, _recorded
+from tpuport.cli.runs.replayed import _again, _recorded
 from tpuport.cli.runs.staged import _asked_again
 from tpuport.core.drive.pipeline_run import PipelineRun
 from tpuport.core.pipelines import sidecar

@@ -303,16 +303,16 @@ def test_a_video_that_is_refused_gets_no_name(
     said: str,
     out: str,
 ) -> None:
-    from tpuport.core.pipelines import call_arguments
+    from tpuport.cli.runs import video_run
 
-    whole: Callable[..., Any] = call_arguments.made_of
+    whole: Callable[..., Any] = video_run.made_of
 
     def spoilt(output: Any, pipeline: Any) -> Any:
         found = whole(output, pipeline)
         found.frames[:] = value
         return found
 
-    monkeypatch.setattr(call_arguments, "made_of", spoilt)
+    monkeypatch.setattr(video_run, "made_of", spoilt)
     ran = cli("generate", "--weights", folder, *UPSTREAM, "--out", out)
     assert ran.code == 1
     assert said in ran.err
@@ -367,14 +367,8 @@ def test_bad_input_is_refused_in_one_line(
 def test_no_prompt_and_no_weights_are_refused(cli: Cli, folder: Path) -> None:
     cli.refused("--prompt", "generate", "--weights", folder, *ASKED[2:])
     cli.refused("does not exist", "generate", *ASKED, "--weights", "./none")
-    cli.refused(
-        "hub id 'nobody/nothing' is not in the cache",
-        "generate",
-        *ASKED,
-        "--weights",
-        "nobody/nothing",
-        code=1,
-    )
+    unknown = ("generate", *ASKED, "--weights", "nobody/nothing")
+    cli.refused("hub id 'nobody/nothing' is not in the cache", *unknown, code=1)
 
 
 def test_damaged_weights_are_refused(cli: Cli, copied: Path) -> None:
@@ -382,12 +376,6 @@ def test_damaged_weights_are_refused(cli: Cli, copied: Path) -> None:
     tensors = load_file(file)
     tensors["encoder.final_layer_norm.weight"] *= float("nan")
     save_file(tensors, file, {"format": "pt"})
-    ran = cli.refused(
-        "holds NaN or infinite values",
-        "generate",
-        "--weights",
-        copied,
-        *UPSTREAM,
-        code=1,
-    )
+    asked = ("generate", "--weights", copied, *UPSTREAM)
+    ran = cli.refused("holds NaN or infinite values", *asked, code=1)
     assert str(copied) in ran.last

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.tools import Cli
-from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.environment import DEFAULT_MODEL
 from tpuport.core.spec.run_settings import COMMANDS
 
 EVERY = tuple(COMMANDS.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.tools import Cli
-from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.environment import DEFAULT_MODEL
 from tpuport.cli.commands import doctor
 from tpuport.core.mesh import compiler_flags as libtpu_flags
 from tpuport.core.mesh.compiler_flags import FLAGS, choose_flags

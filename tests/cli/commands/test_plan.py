@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.tools import ASKED, Cli
 from tests.processes import Done, needs_libtpu, run_python
+from tpuport.cli.asked import environment
 from tpuport.cli.runs import planning
 from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -237,7 +238,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     cli: Cli, args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Said before torch and jax are imported.
-    monkeypatch.setattr("tpuport.api.import_libraries", None)
+    monkeypatch.setattr(environment, "import_libraries", None)
     ran = cli("plan", *args)
     assert ran.code == 2
     assert ran.err.count("\n") == 1

@@ -64,15 +64,7 @@ def test_other_weights_are_refused_before_the_work(
 
 
 def test_a_sidecar_that_is_no_sidecar_is_refused(cli: Cli, sidecar: Path) -> None:
-    ran = cli.refused("is missing", "replay", "none.json")
-    Path("text.json").write_text("{")
-    assert cli("replay", "text.json").code == 1
-    Path("edited.json").write_text(sidecar.read_text().replace("a cat", "a dog"))
-    assert "was altered" in cli("replay", "edited.json").last
-    older = json.loads(sidecar.read_text()) | {"schema_version": 1}
-    Path("older.json").write_text(json.dumps(older))
-    last = cli("replay", "older.json").last
-    assert "has schema_version 1, and this tpuport reads 2" in last
+    cli.refused("is missing", "replay", "none.json")
     wrong: tuple[dict[str, Any], ...] = ({"how": {}}, {"video": 5})
     for changes in wrong:
         ran = cli("replay", altered(sidecar, **changes))

@@ -16,6 +16,7 @@ from tests.core.files.videos import read_back
 from tests.pipelines.example import all_examples, made, saved
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs import size_class
+from tpuport.cli.runs.variants import class_of_size
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
 from tpuport.errors import UsageError
@@ -102,5 +103,5 @@ def test_the_video_has_the_size(cli: Cli, folder: Path) -> None:
 
 def test_a_size_has_a_class() -> None:
     """A variant's own size says how many pixels a shape by itself has."""
-    assert size_class.class_of_size({"height": 720, "width": 1280}) == "720p"
-    assert size_class.class_of_size({"height": 480}) is None
+    assert class_of_size({"height": 720, "width": 1280}) == "720p"
+    assert class_of_size({"height": 480}) is None

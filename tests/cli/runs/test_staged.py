@@ -8,16 +8,17 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.cli import tools
-from tests.cli.tools import Cli
+from tests.cli.tools import Cli, example
 from tests.measure.kills import kill
-from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
+from tpuport.cli.asked import environment
 from tpuport.cli.runs import staged
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import TAPE_FILE
@@ -46,15 +47,9 @@ def test_stages_over_machines_make_the_video_of_one_run(
         "encode", "--weights", first, *ASKED, *seeds, "--run-dir", "a", "--json"
     )
     assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["encode"]
-    cli.refused(
-        "the stage denoise is not finished; run `tpuport denoise",
-        "decode",
-        "--run-dir",
-        "a",
-        "--weights",
-        folder,
-        code=1,
-    )
+    early = ("decode", "--run-dir", "a", "--weights", folder)
+    told = "the stage denoise is not finished; run `tpuport denoise"
+    cli.refused(told, *early, code=1)
     shutil.move("a", "b")
     second = without(folder, tmp_path / "second", "text_encoder", "vae")
     ran = cli.good("denoise", "--run-dir", "b", "--weights", second, "--json")
@@ -99,10 +94,7 @@ def test_videos_are_made_together_where_rows_are_split(
 def test_the_image_of_a_run_goes_with_its_folder(
     cli: Cli, tmp_path: Path, once: Once
 ) -> None:
-    def write(folder: Path) -> None:
-        saved(made(all_examples()["LTXImageToVideoPipeline"])[0], folder / "pipeline")
-
-    folder = once("ltx-i2v", write) / "pipeline"
+    folder = example(once, "LTXImageToVideoPipeline")
     Image.effect_noise((32, 32), 60).convert("RGB").save("start.png")
     size = ("--size", "32x32", "--image", "start.png")
     plain = ("--backend", "diffusers")
@@ -235,6 +227,8 @@ def test_there_is_nothing_to_resume(cli: Cli, tmp_path: Path) -> None:
     for place, told in ((tmp_path / "none", "no run"), (tmp_path, "holds no run")):
         ran = cli("resume", place)
         assert (ran.code, told in ran.last) == (2, True)
+    with mock.patch.object(environment, "import_libraries", None):
+        cli.refused("no run was begun here", "denoise", "--run-dir", "none")
 
 
 def test_another_number_of_frames_is_told(cli: Cli, folder: Path) -> None:

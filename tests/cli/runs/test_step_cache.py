@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cli.tools import Cli
-from tests.pipelines.example import all_examples, made, saved
+from tests.cli.tools import Cli, example
 from tests.processes import Once
 from tpuport.cli.commands import bench
 
@@ -44,31 +43,12 @@ def test_a_step_cache_is_measured(cli: Cli, folder: Path) -> None:
 def test_a_step_cache_is_refused_before_weights_are_read(
     cli: Cli, folder: Path, once: Once
 ) -> None:
-    def write(place: Path) -> None:
-        saved(made(all_examples()["LattePipeline"])[0], place / "pipeline")
-
-    latte = once("latte", write) / "pipeline"
+    latte = example(once, "LattePipeline")
     size = ("--size", "16x16", "--frames", "5", "--steps", "6")
-    ran = cli.refused(
-        "transformer (LatteTransformer3DModel) has no place",
-        "generate",
-        "--weights",
-        latte,
-        "--prompt",
-        "a",
-        *CACHE,
-        *size,
-    )
-    ran = cli.refused(
-        "would cache none of 2 steps",
-        "generate",
-        "--weights",
-        folder,
-        *ASKED[:-1],
-        "2",
-        *CACHE[:1],
-        "deepcache",
-    )
+    asked = ("generate", "--weights", latte, "--prompt", "a", *CACHE, *size)
+    cli.refused("transformer (LatteTransformer3DModel) has no place", *asked)
+    few = ("generate", "--weights", folder, *ASKED[:-1], "2", "--cache", "deepcache")
+    ran = cli.refused("would cache none of 2 steps", *few)
     assert "loading" not in ran.err
 
 

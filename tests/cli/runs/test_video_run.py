@@ -15,13 +15,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import tpuport
-from tests.cli.tools import ASKED, UPSTREAM, Cli
+from tests.cli.tools import ASKED, UPSTREAM, Cli, example
 from tests.core.files.videos import read_back, sound_of
 from tests.core.heard import Heard
-from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.commands import replay
+from tpuport.cli.runs import replayed
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.pipelines import folder as pipelines
 from tpuport.core.pipelines import sidecar
@@ -206,7 +205,7 @@ def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> Non
         request = read_sidecar(Path("x.gif.json"))["request"]
         assert request["prompts"] == [""]
         recorded: Any = sidecar.read(Path("x.gif.json"))
-        again = replay._recorded(Path("x.gif.json"), recorded, Settings())
+        again = replayed._recorded(Path("x.gif.json"), recorded, Settings())
         assert again.prompt == ("",)
         assert again.negative_prompt == ("" if given else None)
 
@@ -269,10 +268,7 @@ def loaded_from_python(folder: Path, built: str) -> int:
 def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
     """Its guidance is a component; what a call takes are the inputs of its blocks."""
 
-    def write(folder: Path) -> None:
-        saved(made(all_examples()["WanModularPipeline"])[0], folder / "pipeline")
-
-    folder = once("wan-blocks", write) / "pipeline"
+    folder = example(once, "WanModularPipeline")
     run = ("generate", "--weights", folder, *ASKED, "--guidance", "3", "--seed", "3")
     cli.good(*run, "--mesh", "sp=2", "--out", "frames/", "--json")
     upstream = diffusers.ModularPipeline.from_pretrained(folder)
@@ -299,10 +295,7 @@ def test_a_list_that_is_a_setting_of_blocks_is_whole(tmp_path: Path) -> None:
 def test_a_pipeline_of_blocks_makes_a_video_with_upstreams_sound(
     cli: Cli, once: Once
 ) -> None:
-    def write(folder: Path) -> None:
-        saved(made(all_examples()["LTX2ModularPipeline"])[0], folder / "pipeline")
-
-    folder = once("ltx-2-blocks", write) / "pipeline"
+    folder = example(once, "LTX2ModularPipeline")
     cli.good(
         *("generate", "--weights", folder, "--backend", "diffusers", "--steps", "1"),
         *("--prompt", "a fox", "--size", "32x32", "--frames", "5", "--out", "fox.mp4"),

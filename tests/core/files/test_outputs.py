@@ -47,20 +47,6 @@ def make(out: str, value: int, count: int = 1, **how: Any) -> list[Video]:
 # --- what is there
 
 
-def test_an_earlier_video_is_kept_and_said() -> None:
-    first, second = make("fox.gif", 10), make("fox.gif", 20)
-    assert [str(v.path) for v in (*first, *second)] == ["fox.gif", "fox-2.gif"]
-    assert hash_output(Path("fox.gif"))[0] == first[0].data["output"]["sha256"]
-    outputs = plan_outputs("fox.gif", 1)
-    said = "fox.gif is there (--overwrite replaces it): the video goes to fox-3.gif"
-    assert outputs.remarks() == [said]
-    assert plan_outputs("fox.gif", 1, overwrite=True).remarks() == []
-    assert [str(v.path) for v in make("fox.gif", 30, overwrite=True)] == ["fox.gif"]
-    assert sorted(os.listdir()) == sorted(
-        f"fox{number}.gif{end}" for number in ("", "-2") for end in ("", ".json")
-    )
-
-
 def test_frames_of_an_earlier_run_are_replaced_and_those_of_others_kept() -> None:
     make("photos/", 10)
     assert [str(v.path) for v in make("photos/", 20)] == ["photos"]
@@ -119,12 +105,6 @@ def test_no_output_is_an_input(out: str, read: str, overwrite: bool) -> None:
 def test_an_output_beside_an_input_is_none() -> None:
     plan_outputs("src/out.gif", 1, inputs=[Path("src"), Path("src/in.gif")])
     check_no_input(Path("report.json"), [Path("in.gif")], "--report")
-
-
-def test_a_report_is_no_video_and_no_sidecar() -> None:
-    for name in ("fox.gif", "fox.gif.json"):
-        with pytest.raises(OutputError, match=r"is a file of the video fox\.gif"):
-            plan_outputs("fox.gif", 1, report=Path(name))
 
 
 # --- the pair

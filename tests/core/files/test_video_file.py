@@ -365,18 +365,6 @@ def test_a_video_that_is_discarded_leaves_what_was_there(
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_video_takes_no_name_that_is_taken(tmp_path: Path) -> None:
-    path = tmp_path / "a.gif"
-    path.write_bytes(b"of another process")
-    writer = VideoWriter(path, "gif", 8)
-    writer.write(moving(2) / 255, None, 0)
-    with pytest.raises(FileExistsError):
-        writer.publish(path, replace=False)
-    assert path.read_bytes() == b"of another process"
-    writer.publish(tmp_path / "a-2.gif", replace=False)
-    assert sorted(os.listdir(tmp_path)) == ["a-2.gif", "a.gif"]
-
-
 # --- a disk that is full
 
 

@@ -14,11 +14,16 @@ from typing_extensions import TypedDict
 from tpuport.core.drive.tape_folder import TapeFolder
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import cannot_write
-from tpuport.core.files.run_record import PIPELINE_SCHEMA, RUN_FILE, STAGES
+from tpuport.core.files.run_record import (
+    PIPELINE_SCHEMA,
+    RUN_FILE,
+    STAGES,
+    run_file,
+)
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.settings_diff import differences
 from tpuport.core.files.typed import checked
-from tpuport.errors import ArtifactError, MissingArtifactError
+from tpuport.errors import ArtifactError
 
 _REMEDY = "begin the run again in another folder"
 #: Differences that a message names: it is one line.
@@ -63,12 +68,7 @@ class PipelineRun:
             MissingArtifactError: there is none.
             ArtifactError: ``run.json`` is not usable.
         """
-        file = path / RUN_FILE
-        if not file.exists():
-            raise MissingArtifactError(
-                f"{path}: no run was begun here; begin one with `tpuport encode` or "
-                "`tpuport generate`, and --run-dir"
-            )
+        file = run_file(path)
         found = read_document(file, PIPELINE_SCHEMA, _REMEDY)
         return cls(path, checked(Record, found, file, _REMEDY))
 

@@ -116,6 +116,23 @@ def replacing(path: Path) -> Iterator[Path]:
     _flush_folder(path.parent)
 
 
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the name ``folder`` when the block succeeds.
+
+    Raises:
+        OSError: it cannot be made, or there is something else than an empty folder.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(folder)
+    temporary.mkdir()
+    try:
+        yield temporary
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def missing(folder: Path) -> list[Path]:
     """A folder and those above it that are not there, the deepest first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
@@ -135,7 +152,6 @@ def flush(file: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Flush the names in ``folder``, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

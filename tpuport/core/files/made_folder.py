@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tpuport.core.files.atomic import cannot_write, temporary_beside
+from tpuport.core.files.atomic import cannot_write, new_folder
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.typed import read_json
 from tpuport.errors import ArtifactError, TpuportError, WeightsError
@@ -51,27 +50,19 @@ def _seal_of(folder: Path) -> dict[str, str]:
 
 
 def _make(make: Callable[[Path], None], folder: Path) -> None:
-    temporary = folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_beside(folder)
-        temporary.mkdir()
-        make(temporary)
-        (temporary / _SEAL).write_text(json.dumps(_seal_of(temporary)) + "\n")
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        try:
-            os.replace(temporary, folder)
-        except OSError:
-            # Another process may have put the same folder there meanwhile.
-            if not _intact(folder):
-                raise
+        with new_folder(folder) as temporary:
+            make(temporary)
+            (temporary / _SEAL).write_text(json.dumps(_seal_of(temporary)) + "\n")
+            if folder.is_dir():
+                shutil.rmtree(folder)
     except Exception as error:
+        # Another process may have put the same folder there meanwhile.
+        if isinstance(error, OSError) and _intact(folder):
+            return
         # safetensors and tokenizers write by themselves, with errors of their own.
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         raise WeightsError(
             f"{cannot_write(folder, error)}; --cache-dir names another folder"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tpuport.core.enums import StageName
 from tpuport.core.files.sealed_json import read_document
-from tpuport.errors import UsageError, quoted
+from tpuport.errors import MissingArtifactError, UsageError, quoted
 
 RUN_FILE = "run.json"
 
@@ -18,6 +18,21 @@ STAGES = tuple(StageName)
 
 PIPELINE_SCHEMA = "tpuport.pipeline_run"
 TAPE_FILE, TAPE_SCHEMA = "tape.json", "tpuport.tape"
+
+
+def run_file(folder: Path) -> Path:
+    """The ``run.json`` of a run that was begun.
+
+    Raises:
+        MissingArtifactError: there is none.
+    """
+    file = folder / RUN_FILE
+    if not file.exists():
+        raise MissingArtifactError(
+            f"{folder}: no run was begun here; begin one with `tpuport encode` or "
+            "`tpuport generate`, and --run-dir"
+        )
+    return file
 
 
 def tapes_in(folder: Path) -> list[Path]:

@@ -86,7 +86,6 @@ def _cause(error: Exception) -> str:
 
 
 def _there(what: str, name: str) -> Path:
-    """The path of a file or a folder that is there."""
     path = Path(here(name)).expanduser()
     if not path.exists():
         raise UsageError(f"{what} {name} does not exist")
@@ -104,13 +103,11 @@ def _check_size(what: str, image: Image) -> None:
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Sorts frame2.png before frame10.png."""
     parts = re.split(r"([0-9]+)", path.name)
     return [(int(t), "") if t.isdigit() else (-1, t) for t in parts]
 
 
 def _frames(path: Path, name: str) -> list[Image]:
-    """The frames of a file."""
     import imageio.v3 as iio
     from PIL import Image
 

@@ -294,11 +294,7 @@ class VideoWriter:
 
 
 def _rename_to_new(made: Path, path: Path) -> None:
-    """Rename a file, but over no other one.
-
-    Raises:
-        FileExistsError: there is one.
-    """
+    """Rename a file, but over no other one."""
     try:
         os.link(made, path)
     except FileExistsError:

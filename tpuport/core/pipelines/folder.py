@@ -138,7 +138,6 @@ class PipelineFolder:
 
     @property
     def _index(self) -> str:
-        """The index as messages name it."""
         return f"{self.reference}: {self.checkpoint.index_name}"
 
     @property
@@ -573,7 +572,6 @@ def reads_otherwise(found: Any, folder: Path) -> bool:
 
 
 def _all_blocks(blocks: Any) -> Iterator[Any]:
-    """Blocks, and the blocks inside."""
     yield blocks
     for one in (getattr(blocks, "sub_blocks", None) or {}).values():
         yield from _all_blocks(one)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,8 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from tpuport.core.enums import Backend, Blocks, Dtype, Tiling
-from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.typed import checked
-from tpuport.core.pipelines.folder import PipelineFolder
-from tpuport.core.reports import RunReport
 
 
 class Weights(TypedDict):
@@ -63,7 +58,13 @@ class Output(TypedDict):
 
 
 class Sidecar(TypedDict):
-    """The JSON; ``inputs`` are the digests of images and videos by their file."""
+    """The JSON.
+
+    ``video`` says which video of the call it is that ``request`` is of, and ``noise``
+    which of the noises of ``--latents`` the call's first was made from. ``inputs`` are
+    the digests of images and videos by their file, and ``frames_sha256`` is of the
+    frames: see :func:`frames_digest`.
+    """
 
     pipeline: str
     weights: Weights
@@ -86,49 +87,6 @@ def read(file: Path) -> Sidecar:
         ArtifactError: it is not usable.
     """
     return checked(Sidecar, read_sidecar(file), file, "it cannot be replayed")
-
-
-def describe(
-    folder: PipelineFolder,
-    request: Request,
-    how: How,
-    inputs: Mapping[str, str],
-    frames: str,
-    report: RunReport,
-    output: Mapping[str, Any],
-    *,
-    video: int,
-    noise: int,
-) -> dict[str, Any]:
-    """The sidecar of one video.
-
-    Args:
-        video: which video of the call that the request is of.
-        noise: which of the noises of ``--latents`` the call's first was made from.
-        frames: their digest; see :func:`frames_digest`.
-        output: the file, its kind and its hash.
-    """
-    return {
-        "pipeline": folder.class_name,
-        "weights": {
-            "source": folder.checkpoint.reference,
-            "fingerprints": folder.checkpoint.fingerprints(folder.components()),
-        },
-        "request": request,
-        "video": video,
-        "noise": noise,
-        "inputs": dict(inputs),
-        "how": how,
-        "versions": versions(),
-        "platform": {"system": platform.platform(), "devices": report.devices},
-        "output": dict(output),
-        "frames_sha256": frames,
-        "summary": {
-            "total_seconds": round(report.total_seconds, 3),
-            "peak_host_bytes": report.peak_host_bytes,
-            "peak_device_bytes": report.peak_device_bytes,
-        },
-    }
 
 
 def frames_digest(frames: np.ndarray) -> str:

@@ -217,7 +217,6 @@ def _numbered(words: list[str]) -> dict[str, int]:
 
 
 def _file_of(class_name: str) -> str:
-    """The file that holds the config of a class."""
     if "Scheduler" in class_name:
         return "scheduler_config.json"
     if "Guidance" in class_name:

@@ -236,8 +236,6 @@ def _put(text: str) -> None:
 
 
 class _Moving:
-    """The line on a terminal."""
-
     def __init__(self, status: Callable[[], tuple[str, str]]) -> None:
         self._status = status
         self._live: Live | None = None

@@ -99,11 +99,7 @@ class Named(Generic[T]):
 
 
 def _made(function: Callable[[], Any]) -> Any:
-    """What a plugin's function makes.
-
-    Raises:
-        PluginError: the function fails.
-    """
+    """What a plugin's function makes."""
     try:
         return function()
     except Exception as error:

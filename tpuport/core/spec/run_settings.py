@@ -114,18 +114,23 @@ def _key(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+def in_words(words: str) -> tuple[tuple[str, ...], str | None]:
+    """The flags of ``"--option -o N=V"``, and what a help text calls their value."""
+    flags = tuple(word for word in words.split() if word.startswith("-"))
+    return flags, next((w for w in words.split() if w not in flags), None)
+
+
 def setting(
     kind: kinds.Kind, words: str, help: str, default: Any = None, **more: Any
 ) -> Any:
     """A field that is a flag.
 
     Args:
-        words: its flags, and what a help text calls its value: ``"--option -o N=V"``.
+        words: as of :func:`in_words`.
         more: as :class:`Setting` has it.
     """
-    flags = tuple(word for word in words.split() if word.startswith("-"))
-    known = {"takes": _TAKES.get(kind, str), **more}
-    known["metavar"] = next((w for w in words.split() if w not in flags), None)
+    flags, metavar = in_words(words)
+    known = {"takes": _TAKES.get(kind, str), "metavar": metavar, **more}
     made = Setting(kind=kind, help=help, flags=flags, **known)
     about = {"kind": kind, "setting": made}
     if more.get("becomes") is not None:

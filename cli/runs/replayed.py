@@ -1,0 +1,139 @@
+"""The video of a sidecar made again."""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.video_run import Again, VideoRun, find
+from tpuport.cli.shown.output import print_summary, say
+from tpuport.core.files.fingerprint import hash_output, versions
+from tpuport.core.pipelines import sidecar
+from tpuport.core.pipelines.sidecar import Sidecar
+from tpuport.core.reports import Reporter
+from tpuport.core.spec.run_settings import typed
+from tpuport.errors import ArtifactError, AttentionError, UsageError, WeightsError
+
+
+def replayed(file: Path, asked: Settings, reporter: Reporter) -> dict[str, Any]:
+    """Make the video of a sidecar again; the document of the command."""
+    started = time.perf_counter()
+    recorded = sidecar.read(file)
+    video = _check_video(file, recorded)
+    again = replace(_again(file, recorded), files=(file, *([video] if video else [])))
+    settings = _recorded(file, recorded, asked)
+    prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
+    say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
+    folder = find(settings, reporter)
+    run = VideoRun.prepared(settings, folder, reporter, again=again)
+    _check_same(file, recorded, run)
+    outputs = None if asked.out is None else run.outputs("")
+    videos, report = run.make(outputs, started)
+    print_summary(report)
+    for made in videos:
+        say(f"wrote {made.path}")
+    return {
+        "command": "replay",
+        "sidecar": str(file),
+        "same": run.digests == [recorded["frames_sha256"]],
+        "recorded_sha256": recorded["frames_sha256"],
+        "frames_sha256": run.digests[0],
+        "changes": _changes(recorded),
+        "videos": [video.as_dict() for video in videos],
+        "settings": recorded["request"],
+        "report": report.as_dict(),
+    }
+
+
+def _check_video(file: Path, recorded: Sidecar) -> Path | None:
+    """The video beside a sidecar, found to be its own; ``None`` where there is none."""
+    output, name = recorded["output"], file.name.removesuffix(".json")
+    folder = output["kind"] == "png"
+    video = file.with_name(name.removesuffix(".png") if folder else name)
+    if video == file or video.is_dir() != folder or not video.exists():
+        say(f"no video lies beside {file}; its settings are enough")
+        return None
+    found, _ = hash_output(video)
+    if found != output["sha256"]:
+        raise ArtifactError(
+            f"{video}: is not the video of {file} (recorded sha256 "
+            f"{output['sha256'][:16]}, found {found[:16]}); it was altered or "
+            "replaced: move it away to replay the settings alone"
+        )
+    return video
+
+
+def _again(file: Path, recorded: Sidecar) -> Again:
+    request = recorded["request"]
+    prompts, seeds = request["prompts"], next(iter(request["seeds"]), [])
+    given = len(request["negative_prompts"])
+    if not len(prompts) == len(seeds) == given or not 0 <= recorded["video"] < len(
+        prompts
+    ):
+        raise ArtifactError(
+            f"{file}: names video {recorded['video']} of {len(prompts)} prompts "
+            f"and {len(seeds)} seeds; it cannot be replayed"
+        )
+    return Again(
+        videos=tuple(zip(prompts, seeds, strict=True)),
+        video=recorded["video"],
+        noise=recorded["noise"],
+    )
+
+
+def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
+    """The settings of a recorded run; where the user gave some, those."""
+    request = recorded["request"]
+    given = {**request["flags"], **recorded["how"], "options": request["options"]}
+    try:
+        read = typed(Settings, given)
+    except (UsageError, AttentionError) as error:
+        raise ArtifactError(f"{file}: {error}; it cannot be replayed") from error
+    return replace(
+        asked,
+        model=None,
+        weights=asked.weights or recorded["weights"]["source"],
+        prompt=tuple(p for p in request["prompts"] if p is not None),
+        negative_prompt=request["negative_prompts"][0],
+        seed=tuple(request["seeds"][0])[:1],
+        batch=len(request["prompts"]),
+        **read,
+    )
+
+
+def _check_same(file: Path, recorded: Sidecar, run: VideoRun) -> None:
+    """Refuse other weights or other images than the recorded ones, before the work."""
+    if run.folder.class_name != recorded["pipeline"]:
+        raise WeightsError(
+            f"{run.folder.reference}: is of {run.folder.class_name}, and {file} was "
+            f"made by {recorded['pipeline']}; name the same checkpoint with --weights"
+        )
+    for name, wanted in recorded["weights"]["fingerprints"].items():
+        found = run.folder.checkpoint.fingerprints([name]).get(name, "none")
+        if found != wanted:
+            raise WeightsError(
+                f"{run.folder.reference}: {name} is not what {file} was made with "
+                f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
+                "checkpoint with --weights"
+            )
+    if run.inputs != recorded["inputs"]:
+        differing = set(run.inputs.items()) ^ set(recorded["inputs"].items())
+        raise ArtifactError(
+            f"{sorted(differing)[0][0]}: is not the file that {file} records"
+        )
+
+
+def _changes(recorded: Sidecar) -> str:
+    then = {**recorded["versions"], "system": recorded["platform"].get("system")}
+    now = {**versions(), "system": platform.platform()}
+    differences = [
+        f"{name} {then.get(name) or 'unknown'} then, {now[name] or 'unknown'} now"
+        for name in now
+        if then.get(name) != now[name]
+    ]
+    return "; ".join(differences) or "no version differs"
