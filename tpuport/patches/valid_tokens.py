@@ -11,15 +11,18 @@ replaces the mask of Lq x Lk, gigabytes at the sizes of a video:
 
 No shape and no branch depends on data. Attention runs in a traced program alone.
 
-Legend: B batch, H heads, L tokens (Lq queries, Lk keys), D head dim, C channels.
+Legend: B batch, H heads (Hkv of keys), L tokens (Lq queries, Lk keys), D head dim (Dv
+of values), C channels.
 """
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import torch
 
-from tpuport.core.layers.attention_lengths import length_attention
-from tpuport.core.tracing.context import current
+from tpuport.core.layers.attention import split_attention
+from tpuport.core.tracing.context import OpContext, current
 
 
 def attend(
@@ -30,19 +33,10 @@ def attend(
     frame_tokens: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of [B, H, Lq, D] queries on [B, H, Lk, D] keys, [B, H, Lq, Dv].
-
-    Args:
-        key, value: fewer heads are allowed where they divide H.
-        key_lengths: integers of shape [B]; keys from there on have weight 0. An item
-            without any key gives 0.
-        frame_tokens: query i sees the keys of frames 0..i // frame_tokens; needs
-            Lq = Lk, in whole frames.
-        scale: factor of the scores; ``None`` means 1/sqrt(D).
+    """:func:`length_attention` of tensors.
 
     Raises:
         RuntimeError: no program is being traced.
-        ValueError: shapes or dtypes do not fit together.
     """
     active = current()
     q, k, v, lengths = active.arrays((query, key, value, key_lengths))
@@ -50,6 +44,66 @@ def attend(
         length_attention(active.context, q, k, v, lengths, frame_tokens, scale)
     )
     return out
+
+
+def length_attention(
+    context: OpContext,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    key_lengths: jax.Array | None = None,
+    frame_tokens: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attention of [B, H, Lq, D] queries on [B, Hkv, Lk, D] keys, Hkv dividing H.
+
+    Frames run one after the other. Memory holds one frame's queries on all keys, and
+    no array has Lq x Lk elements.
+
+    Args:
+        key_lengths: integers [B]: keys at an index >= length have weight 0, and a
+            length of 0 gives 0.
+        frame_tokens: query i sees the keys of the frames 0..i // n, each of n tokens;
+            a key must pass this and its length. Needs Lq = Lk, in whole frames.
+        scale: factor of the scores; ``None`` means 1/sqrt(D).
+
+    Returns:
+        [B, H, Lq, Dv] in the dtype of ``query``.
+
+    Raises:
+        AttentionError: the implementation named in the context cannot do this call.
+        ValueError: shapes or dtypes do not fit together.
+    """
+    shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(f"attention takes [B, H, L, D]; got {shapes}")
+    if key_lengths is not None:
+        wanted = (query.shape[0],)
+        integers = jnp.issubdtype(key_lengths.dtype, jnp.integer)
+        if tuple(key_lengths.shape) != wanted or not integers:
+            raise ValueError(
+                f"key_lengths must be integers of shape {[*wanted]}; got "
+                f"{key_lengths.dtype} of shape {[*key_lengths.shape]} with {shapes}"
+            )
+        key_lengths = key_lengths.astype(jnp.int32)
+    if frame_tokens is not None and (
+        frame_tokens < 1
+        or query.shape[2] != key.shape[2]
+        or query.shape[2] % frame_tokens
+    ):
+        raise ValueError(
+            f"frame_tokens={frame_tokens} needs as many queries as keys, in whole "
+            f"frames of at least one token; got {shapes}"
+        )
+    return split_attention(
+        context,
+        query,
+        key,
+        value,
+        lengths=key_lengths,
+        frame_tokens=frame_tokens,
+        scale=scale,
+    )
 
 
 def valid_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,6 @@ Legend: B batch, H heads, L tokens, D head dim.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,16 +17,10 @@ import jax.custom_batching
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Shaped
-from tpuport.core.layers.attention import (
-    note_attention,
-    scaled_dot_product_attention,
-    split_attention,
-)
+from tpuport.core.layers.attention import scaled_dot_product_attention
 from tpuport.core.layers.sequence_parallel import sequence_attention
-from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, Active, OpContext
+from tpuport.core.tracing.context import TOKENS, Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.core.tracing.ported_module import on_devices
-from tpuport.kernels.attention.attention import attention_feature_major
 from tpuport.kernels.attention.mask_lanes import masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import resolve_scale
 
@@ -125,49 +118,6 @@ def _exchanged(
         feature_major=False,
     )
     return out[:, :, :length]
-
-
-def attend_whole_keys(
-    context: OpContext,
-    q: Float[Array, "b h m n"],
-    k: Float[Array, "b h _ _"],
-    v: Float[Array, "b h _ _"],
-    *,
-    feature_major: bool,
-) -> Float[Array, "b h m n"]:
-    """Attention of split queries on keys that every device has.
-
-    Args:
-        q, k, v: [B, H, L, D], or [B, H, D, L] with ``feature_major``.
-
-    Returns:
-        of the shape and dtype of ``q``.
-    """
-    if not feature_major:
-        return split_attention(context, q, k, v, scale=None)
-    # A window holds neighbours within one sequence.
-    choice = replace(context.implementation, window=None)
-    axis = context.axis
-    batch, heads = axis(BATCH, q.shape[0]), axis(HEADS, q.shape[1])
-    tokens = axis(TOKENS)
-    run = functools.partial(
-        attention_feature_major,
-        platform=context.platform,
-        implementation=choice,
-        chip=context.chip,
-        told=functools.partial(
-            note_attention,
-            context,
-            choice,
-            query=(*q.shape[:2], q.shape[3], q.shape[2]),
-            key=(*k.shape[:2], k.shape[3], k.shape[2]),
-            split=(batch, heads, tokens, None),
-            dtype=str(q.dtype),
-        ),
-    )
-    others = (batch, heads, None, None)
-    queries = (batch, heads, None, tokens)
-    return on_devices(context.mesh, run, (q, k, v), (queries, others, others), queries)
 
 
 EXCHANGED_ATTENTION = OpOverride(
