@@ -20,7 +20,7 @@ from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.forward_split import ForwardSplit
-from tpuport.core.tracing.patching import PatchStatus
+from tpuport.core.tracing.patching import Status
 from tpuport.core.tracing.ported_module import PortedModule, WeightNames
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
@@ -79,7 +79,7 @@ class ModuleWeights:
         self._each_step = is_denoiser(module)
 
     @property
-    def patches(self) -> tuple[PatchStatus, ...]:
+    def patches(self) -> tuple[Status, ...]:
         """What became of each patch while the last program was traced."""
         return () if self._ported is None else self._ported.runtime.patch_states
 

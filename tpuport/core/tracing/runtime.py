@@ -27,7 +27,7 @@ from tpuport.core.tracing.context import (
     activated,
 )
 from tpuport.core.tracing.op_overrides import OpOverride, installed, resolve_claims
-from tpuport.core.tracing.patching import Patch, PatchStatus, applied
+from tpuport.core.tracing.patching import Patch, Status, applied
 from tpuport.kernels.attention.choice import AttentionChoice
 
 
@@ -57,7 +57,7 @@ class Runtime:
     matmul_precision: str | None = None
     records: list[AttentionRecord] = field(default_factory=list)
     convolutions: list[ConvolutionRecord] = field(default_factory=list)
-    patch_states: tuple[PatchStatus, ...] = ()
+    patch_states: tuple[Status, ...] = ()
     space: Space | None = None
 
     def __post_init__(self) -> None:
