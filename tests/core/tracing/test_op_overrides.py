@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from tests.patches.tools import model_runtime
 from tpuport.core import compat
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import (
     OpOverride,

@@ -44,17 +44,24 @@ def exchanged_attention(
         AttentionError, RuntimeError, TypeError, ValueError: as
         :func:`~tpuport.core.layers.attention.scaled_dot_product_attention`.
     """
-    options = (dropout_p, is_causal, scale, enable_gqa)
+    run = functools.partial(
+        _exchanged,
+        context,
+        scale=scale,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+    )
     mask = attn_mask
     if mask is not None and query.ndim == 4 and mask.ndim <= 4:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
     if query.ndim != 4 or (mask is not None and mask.ndim != 4):
-        return _exchanged(context, query, key, value, mask, *options)
+        return run(query, key, value, mask)
 
     @jax.custom_batching.custom_vmap
     def call(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
-        return _exchanged(context, q, k, v, mask, *options)
+        return run(q, k, v, mask)
 
     @call.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> tuple[Array, bool]:
@@ -77,15 +84,14 @@ def _exchanged(
     key: Float[Array, ...],
     value: Float[Array, ...],
     attn_mask: Shaped[Array, ...] | None,
-    dropout_p: float,
-    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,
+    **options: Any,
 ) -> Float[Array, ...]:
     ways = context.axis_size(TOKENS)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
-    alike = alike and not (dropout_p or is_causal or context.implementation.window)
-    exchanged = alike and ways > 1
+    special = options["dropout_p"] or options["is_causal"]
+    exchanged = alike and ways > 1 and not special
+    exchanged = exchanged and context.implementation.window is None
     if attn_mask is not None and (exchanged or context.platform == "tpu"):
         factor = resolve_scale(scale, query.shape[-1])
         if masks_keys(query, key, value, attn_mask, factor) and not (
@@ -95,29 +101,14 @@ def _exchanged(
             attn_mask, scale = None, factor
     if not exchanged or attn_mask is not None:
         return scaled_dot_product_attention(
-            context,
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
+            context, query, key, value, attn_mask, scale=scale, **options
         )
     length = query.shape[2]
     padding = ((0, 0), (0, 0), (0, -length % ways), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (query, key, value))
-    out = sequence_attention(
-        Active(None, context),
-        q,
-        k,
-        v,
-        kv_len=length,
-        scale=scale,
-        feature_major=False,
-    )
-    return out[:, :, :length]
+    active = Active(None, context)
+    options = {"kv_len": length, "scale": scale, "feature_major": False}
+    return sequence_attention(active, q, k, v, **options)[:, :, :length]
 
 
 EXCHANGED_ATTENTION = OpOverride(
@@ -129,4 +120,4 @@ EXCHANGED_ATTENTION = OpOverride(
     owner="tpuport.core.layers.exchanged_attention",
     reason="masks and splits honoured exactly; no Lq x Lk array",
 )
-"""The override of every runtime."""
+"""For any model."""

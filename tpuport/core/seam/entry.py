@@ -44,8 +44,7 @@ from tpuport.core.seam.values import (
 from tpuport.core.space.pictures import Pictures, pictures_of
 from tpuport.core.space.split_program import Call, SplitTracing
 from tpuport.core.tracing.block_stacks import StackError
-from tpuport.core.tracing.context import Active, activated
-from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.tracing.context import Active, activated, counted
 from tpuport.errors import TpuportError
 
 #: Programs of one forward that differ in the values of their masks, at most.

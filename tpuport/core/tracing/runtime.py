@@ -39,8 +39,7 @@ class Runtime:
         mesh: devices the programs run on; ``None`` for the default device.
         platform: where programs are lowered.
         patches: monkey patches on upstream code, applied while tracing.
-        overrides: op overrides;
-            :func:`tpuport.core.layers.model_runtime.model_runtime` adds every model's.
+        overrides: op overrides.
         attention_implementation: the attention to use.
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
         records: how the attention calls traced so far run.
