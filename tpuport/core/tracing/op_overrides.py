@@ -14,7 +14,6 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.patching import Gone, Status, states
@@ -97,6 +96,8 @@ def resolve_claims(overrides: Sequence[OpOverride]) -> list[Claim]:
 @contextlib.contextmanager
 def installed(claims: Sequence[Claim], env: Any, context: OpContext) -> Iterator[None]:
     """The overrides are in force on the torchax environment ``env`` in this block."""
+    from unittest import mock  # takes as long to import as the command line
+
     from torchax.ops.ops_registry import Operator
 
     overrides = dict.fromkeys(override for _, override in claims)
