@@ -106,35 +106,13 @@ def length_attention(
     )
 
 
-def valid_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order that moves valid tokens to the front; both kinds keep their order.
-
-    Args:
-        mask: of shape [B, L] and any dtype; what is not 0 is valid. L may be 0.
-
-    Returns:
-        Indices of shape [B, L] for :func:`take_tokens`, and the number of valid tokens,
-        integers of shape [B]. Counting in the dtype of the mask, bfloat16 say, would
-        make 256 + 1 = 256. ``order.argsort(dim=1)`` moves tokens back.
-    """
-    valid = mask.bool()
-    order = torch.argsort(valid.logical_not().int(), dim=1, stable=True)
-    return order, valid.int().sum(dim=1)
-
-
-def take_tokens(tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The tokens [B, L, C] in the order of indices [B, L], bit for bit."""
-    # Whole rows: torch.gather would index every element by itself. By the operator and
-    # not in brackets, where torchax 0.0.13 fails on a tensor that is a slice of one.
-    rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-    taken: torch.Tensor = torch.ops.aten.index(tokens, [rows, order])
-    return taken
-
-
 def valid_first(
     tokens: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, L, C] in the order of :func:`valid_order`, bit for bit.
+    """Tokens [B, L, C] with the valid ones first, bit for bit; both keep their order.
+
+    Args:
+        mask: of shape [B, L] and any dtype; what is not 0 is valid. L may be 0.
 
     Returns:
         The tokens, and the number of valid ones, integers [B].
@@ -147,5 +125,11 @@ def valid_first(
             f"valid_first takes tokens [B, L, C] with a mask [B, L]; got "
             f"{[*tokens.shape]} with {[*mask.shape]}"
         )
-    order, lengths = valid_order(mask)
-    return take_tokens(tokens, order), lengths
+    valid = mask.bool()
+    order = torch.argsort(valid.logical_not().int(), dim=1, stable=True)
+    # Whole rows: torch.gather would index every element by itself. By the operator and
+    # not in brackets, where torchax 0.0.13 fails on a tensor that is a slice of one.
+    rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+    taken = torch.ops.aten.index(tokens, [rows, order])
+    # Counting in the dtype of the mask, bfloat16 say, would make 256 + 1 = 256.
+    return taken, valid.int().sum(dim=1)
