@@ -110,31 +110,26 @@ class Parts:
         split: how many ways.
         space: the sides.
         copies: devices that hold the same part: a small picture has no part for each.
-        granule: rows and columns of the first picture that stay together.
     """
 
     split: SpatialSplit
     space: Space
-    copies: int = 1
-    granule: int = 1
+    copies: int
+
+    @classmethod
+    def of(cls, split: SpatialSplit, rows: int, columns: int, devices: int) -> Parts:
+        """Of the first picture, whose rows or columns that stay together count once."""
+        space = Space(
+            rows=Side(axis=ROWS, parts=split.rows, size=rows),
+            columns=Side(axis=COLUMNS, parts=split.columns, size=columns),
+        )
+        return cls(split=split, space=space, copies=devices // math.prod(split))
 
     @classmethod
     def whole(cls, pictures: Pictures, devices: int) -> Parts:
         """The pictures whole on every device."""
-        return cls._of(SpatialSplit(videos=1, rows=1, columns=1), pictures, devices, 1)
-
-    @classmethod
-    def _of(
-        cls, split: SpatialSplit, pictures: Pictures, devices: int, granule: int
-    ) -> Parts:
-        space = Space(
-            rows=Side(axis=ROWS, parts=split.rows, size=pictures.rows // granule),
-            columns=Side(
-                axis=COLUMNS, parts=split.columns, size=pictures.columns // granule
-            ),
-        )
-        used = split.videos * split.rows * split.columns
-        return cls(split=split, space=space, copies=devices // used, granule=granule)
+        one = SpatialSplit(videos=1, rows=1, columns=1)
+        return cls.of(one, pictures.rows, pictures.columns, devices)
 
     @property
     def _sides(self) -> tuple[Side, Side]:
@@ -181,7 +176,7 @@ def ways(
     for count in counts:
         videos = pictures.videos if by_video else 1
         split = choose_split(count, videos, rows, columns)
-        found = Parts._of(split, pictures, devices, granule)
+        found = Parts.of(split, rows, columns, devices)
         if all(side.parts == 1 or side.each >= FEWEST for side in found._sides):
             yield found
     yield Parts.whole(pictures, devices)
