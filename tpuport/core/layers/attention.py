@@ -225,13 +225,7 @@ def split_attention(
             dtype=str(q.dtype),
         ),
     )
-
-    def whole(
-        q: Array, k: Array, v: Array, mask: Array | None, lengths: Array | None
-    ) -> Array:
-        return kernel(q, k, v, mask=mask, kv_lengths=lengths)
-
-    run: Callable[..., Array] = whole
+    run: Callable[..., Array] = functools.partial(_whole, kernel)
     frames = None
     if frame_tokens is not None and not is_causal:
         frames = length // frame_tokens
@@ -258,6 +252,18 @@ def split_attention(
     if frames is None:
         return out
     return jnp.moveaxis(out, 0, 2).reshape(batch, heads, length, out.shape[-1])
+
+
+def _whole(
+    kernel: Callable[..., Array],
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hk lk dk"],
+    v: Float[Array, "b hk lv dv"],
+    mask: Shaped[Array, "bm hm m n"] | None = None,
+    lengths: Int[Array, "b"] | None = None,
+) -> Float[Array, "b h lq dv"]:
+    """``kernel`` on all queries at once."""
+    return kernel(q, k, v, mask=mask, kv_lengths=lengths)
 
 
 def _by_frames(
