@@ -89,12 +89,11 @@ def patches(
 
 def _changes(model: ModelPlugin) -> list[tuple[str, Sequence[Any]]]:
     """The patches in force by blocks, upstream's first, then the overrides."""
-    from tpuport.core.layers.model_runtime import EVERYWHERE
     from tpuport.patches.standard import OVERRIDES, PATCHES
 
     return [
         *((b, (*PATCHES, *model.patches_with(b))) for b in reversed(Blocks)),
-        ("", (*OVERRIDES, *model.overrides, *EVERYWHERE)),
+        ("", (*OVERRIDES, *model.overrides)),
     ]
 
 

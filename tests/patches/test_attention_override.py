@@ -5,23 +5,17 @@ What it computes is tested in ``tests/core``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pkgutil import resolve_name
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 import torch
 
-from tests.models.jaxprs import arrays_in
-from tests.patches.tools import by_torchax, traced
+from tests.patches.tools import by_torchax, model_runtime, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
-from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.kernels.attention.choice import AttentionChoice
 
 TOLERANCE = TOLERANCES["attention torch float32"]
 
@@ -61,24 +55,3 @@ def test_a_row_without_a_key_is_zero_as_in_torch_and_nan_by_torchax(
         found[:, :, rows], expected[:, :, rows], rtol=0, atol=TOLERANCE
     )
     assert found[:, :, 2].isnan().all()
-
-
-def largest(function: Callable[..., Any], *arrays: Any) -> int:
-    """The number of elements of the largest value in a program."""
-    jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
-    return max(math.prod(shape) for shape in arrays_in(jaxpr))
-
-
-def test_long_sequences_make_no_array_of_queries_by_keys_as_torchax_does() -> None:
-    # Legend: 1 item, 2 heads, 4096 tokens of 8.
-    length = 4096
-    array = jax.ShapeDtypeStruct((1, 2, length, 8), jnp.float32)
-    arrays = (array, array, array)
-    call = operator(EXCHANGED_ATTENTION.targets[0])
-    runtime = model_runtime(
-        mesh=None,
-        platform="cpu",
-        attention_implementation=AttentionChoice(name="blockwise"),
-    )
-    assert array.size <= largest(traced(runtime, call), *arrays) < length * length / 4
-    assert largest(by_torchax(runtime, call), *arrays) >= length * length

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.patches.tools import apply, by_torchax, traced
+from tests.patches.tools import apply, by_torchax, model_runtime, traced
 from tests.tolerances import TOLERANCES
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.tracing.context import counted
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.kernels.convolution import conv_cpu
 from tpuport.patches.conv import CONVOLUTION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,11 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from tests.patches.tools import found_by, traced
+from tests.patches.tools import found_by, model_runtime, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.patches.diffusers import CHOSEN_EXPERTS, chosen_experts
-from tpuport.patches.missing import MISSING
+from tpuport.patches.missing import GELU_ROUNDED_ONCE, MISSING
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_ARRAY, VIEW_BOUNDS
 
 X = torch.linspace(-1.0, 2.0, 48).reshape(4, 12)
@@ -131,3 +131,22 @@ def test_a_slice_is_indexed_by_a_list() -> None:
     assert VIEW_ARRAY.name == "torchax-view-array"
     found = found_by(lambda x: x[1:][[0, -1]], X, patches=(VIEW_ARRAY,))
     assert torch.equal(found, X[1:][[0, -1]])
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_is_as_exact_as_torchs_where_torchaxs_is_not(approximate: str) -> None:
+    """In bfloat16, op by op: a compiler may keep more digits than torchax asks for."""
+    gelu = functools.partial(torch.nn.functional.gelu, approximate=approximate)
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * 3
+    low = x.to(torch.bfloat16)
+
+    def error(found: torch.Tensor) -> float:
+        assert found.dtype == torch.bfloat16
+        return float((found.double() - gelu(low.double())).abs().mean())
+
+    found, torchaxs = (
+        found_by(gelu, low, overrides=overrides)
+        for overrides in ((GELU_ROUNDED_ONCE,), ())
+    )
+    assert error(found) < 1.001 * error(gelu(low))
+    assert error(torchaxs) > 1.1 * error(gelu(low))

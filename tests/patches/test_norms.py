@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.patches.tools import by_torchax, found_by, traced
+from tests.patches.tools import by_torchax, found_by, model_runtime, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.patches.norms import FLOAT32_NORMS, group_norm, layer_norm
 
 Norm = Callable[..., Any]

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.patches.tools import traced
-from tpuport.core.layers.model_runtime import model_runtime
+from tests.patches.tools import model_runtime, traced
 from tpuport.core.mesh.spatial_split import Side, Space
 from tpuport.patches.padding import PADDING, pad
 

@@ -16,8 +16,7 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.layers.video_layers import KERNEL, convolve, enlarged_convolution
 from tpuport.core.mesh import spatial_split as spatial
 from tpuport.core.mesh.spatial_split import SpatialSplit
-from tpuport.core.tracing.context import OpContext
-from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.tracing.context import OpContext, counted
 
 CHANNELS = 128
 

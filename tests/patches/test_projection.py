@@ -12,10 +12,9 @@ import pytest
 import torch
 from diffusers.models.normalization import AdaLayerNorm, AdaLayerNormContinuous
 
-from tests.patches.tools import apply
+from tests.patches.tools import apply, model_runtime
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches.diffusers import MODULATED_NORMS

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.patches.tools import by_torchax, found_by, traced
-from tpuport.core.layers.model_runtime import model_runtime
+from tests.patches.tools import by_torchax, found_by, model_runtime, traced
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.runtime import Runtime

@@ -8,10 +8,9 @@ import jax
 import pytest
 import torch
 
-from tests.tolerances import TOLERANCES
+from tests.patches.tools import model_runtime
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
+from tpuport.patches.valid_tokens import valid_first
 
 
 def compiled(function: Any, *tensors: torch.Tensor, **options: Any) -> Any:
@@ -80,9 +79,9 @@ def test_a_mask_may_have_any_dtype(dtype: torch.dtype) -> None:
 def test_a_bfloat16_mask_is_counted_in_integers() -> None:
     mask = torch.ones(1, 257, dtype=torch.bfloat16)
     assert int(mask.sum()) == 256  # what must not happen
-    for order, lengths in (valid_order(mask), compiled(valid_order, mask)):
-        assert lengths.tolist() == [257]
-        assert order.tolist() == [list(range(257))]
+    tokens = tokens_for(mask)
+    for found in (valid_first(tokens, mask), compiled(valid_first, tokens, mask)):
+        assert_valid_first(found, tokens, mask.bool())
 
 
 def test_infinities_and_nans_move_as_they_are() -> None:
@@ -115,19 +114,6 @@ def test_brackets_fail_on_a_slice_under_torchax() -> None:
         compiled(in_brackets, tokens_for(masks()["ragged"]))
 
 
-def test_the_order_can_be_undone() -> None:
-    mask = masks()["ragged"]
-    tokens = tokens_for(mask)
-
-    def there_and_back(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        order, _ = valid_order(mask)
-        moved = take_tokens(tokens, order)
-        return take_tokens(moved, order.argsort(dim=1))
-
-    assert torch.equal(there_and_back(tokens, mask), tokens)
-    assert torch.equal(compiled(there_and_back, tokens, mask), tokens)
-
-
 @pytest.mark.parametrize(
     ("tokens", "mask"), [((2, 4, 3), (2, 5)), ((2, 4, 3), (2, 4, 1)), ((2, 4), (2, 4))]
 )
@@ -136,21 +122,3 @@ def test_shapes_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"takes tokens \[B, L, C\] with a mask"):
         valid_first(torch.zeros(tokens), torch.ones(mask))
-
-
-@pytest.mark.parametrize("frame_tokens", [None, 3])
-def test_attention_on_valid_keys_alone_is_attention_without_the_others(
-    frame_tokens: int | None,
-) -> None:
-    """With frames, of keys whose valid ones are the first in any case."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, 4, 9, 8, generator=generator) for _ in range(3))
-    lengths = torch.tensor([5, 9])
-    found = compiled(attend, q, k, v, lengths, frame_tokens=frame_tokens)
-    atol = TOLERANCES["attention torch float32"]
-    for b, n in enumerate(lengths.tolist()):
-        for i in range(9):
-            end = n if frame_tokens is None else min(n, (i // 3 + 1) * 3)
-            scores = torch.einsum("hd,hkd->hk", q[b, :, i], k[b, :, :end]) * 8**-0.5
-            expected = torch.einsum("hk,hkd->hd", scores.softmax(-1), v[b, :, :end])
-            assert torch.allclose(found[b, :, i], expected, rtol=0, atol=atol)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,18 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
+from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 
 Arrays = Callable[..., Any]
+
+
+def model_runtime(*, overrides: Sequence[OpOverride] = (), **settings: Any) -> Runtime:
+    """A runtime with attention's override, which every model has, and with these."""
+    own = (one for one in overrides if one is not EXCHANGED_ATTENTION)
+    return Runtime(overrides=(EXCHANGED_ATTENTION, *own), **settings)
 
 
 def traced(runtime: Runtime, function: Callable[..., Any]) -> Arrays:

@@ -10,6 +10,7 @@ Legend: N batch, C input channels, O output channels, T frames, Y rows, X column
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,6 @@ from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.mesh.pictures import picture_of
 from tpuport.core.mesh.spatial_split import Border
 from tpuport.core.tracing.context import OpContext
-from tpuport.core.tracing.convolution_notes import note, passed_over
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.ported_module import constrain, on_devices
@@ -99,7 +99,7 @@ def video_kernel(
         out = video_convolution(
             jnp.pad(x, pads), kernel, bias, size - 2, **kernel_options(context)
         )
-        note(context, KERNEL)
+        context.note(KERNEL)
     out = jnp.transpose(out, (0, 4, 1, 2, 3))
     return out[:, :, 0] if flat else out
 
@@ -238,23 +238,20 @@ def _for_tpu(
     """
     kernel = [*weight.shape[2:]]
     if not beyond and set(kernel) == {1} and not any(padding):
-        note(context, PRODUCT)
+        context.note(PRODUCT)
         return pointwise(input, weight, bias)
     flat = [*kernel[1:], *stride[1:], *padding[1:]] == [1, 1, 1, 1, 0, 0]
     if simple and flat:
-        note(context, PRODUCT)
+        context.note(PRODUCT)
         return over_time(input, weight, bias, stride[0], padding[0], dilation[0])
     if len(kernel) == 1:
-        note(context, "XLA")
+        context.note("XLA")
         return None
-    known = len(context.convolutions)
-    try:
-        if beyond:
-            raise NotImplementedError(beyond)
-        return video_kernel(context, input, weight, bias, padding)
-    except NotImplementedError as error:
-        passed_over(context, known, "convolution", "XLA", error)
+    if beyond:
+        context.note("XLA", beyond)
         return None
+    run = functools.partial(video_kernel, context, input, weight, bias, padding)
+    return context.tried("convolution", "XLA", run)
 
 
 def _marking(convolution: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +322,7 @@ def _make(context: OpContext) -> Callable[..., Any]:
             if found is not None:
                 return found
         else:
-            note(context, "XLA")
+            context.note("XLA")
         if space is not None and axes > 1:
             if transposed or not batched:
                 raise NotImplementedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.patches.constants import CONSTANTS
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.diffusers import CHOSEN_EXPERTS
@@ -40,5 +41,7 @@ OVERRIDES = (
     PADDING,
     *MISSING,
     *PAIRS,
+    EXCHANGED_ATTENTION,
 )
-"""Norms, activations, resizing, convolutions, padding, sums and pairs of lanes."""
+"""Norms, activations, resizing, convolutions, padding, sums, pairs of lanes and
+attention."""

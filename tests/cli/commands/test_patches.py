@@ -14,7 +14,6 @@ import pytest
 from tests.cli.tools import Cli
 from tpuport.cli.commands import patches as command
 from tpuport.core.enums import Blocks
-from tpuport.core.layers.model_runtime import EVERYWHERE
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -33,8 +32,7 @@ LISTED = {
 }
 #: The op overrides of each.
 OVERRIDDEN = {
-    plugin.name: (*OVERRIDES, *plugin.overrides, *EVERYWHERE)
-    for plugin in model_plugins()
+    plugin.name: (*OVERRIDES, *plugin.overrides) for plugin in model_plugins()
 }
 DEDENT = "textwrap:dedent"
 
@@ -215,7 +213,7 @@ def test_a_target_that_is_gone_is_named_after_the_list_and_fails(
     assert said.startswith("lost: target is gone\n  patch     textwrap:dedennt\n")
     assert "has no attribute 'dedennt'" in said
     assert ran.out.startswith(
-        "2 patches and 1 op override: 2 apply, 1 without a target\n"
+        "2 patches and 0 op overrides: 1 apply, 1 without a target\n"
     )
     assert ran.last.startswith(
         "error: patch 'lost': target textwrap:dedennt does not exist, AttributeError: "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.mesh.device_mesh import build_mesh
@@ -64,3 +66,17 @@ def attend(
     if not feature_major:
         return jax.jit(call)(*arrays)
     return jax.jit(call)(*(x.swapaxes(2, 3) for x in arrays)).swapaxes(2, 3)
+
+
+def by_both(
+    monkeypatch: pytest.MonkeyPatch, module: Any, kernel: str, run: Callable[[], Any]
+) -> list[np.ndarray]:
+    """What XLA makes, and what a kernel of layers does, which must not refuse."""
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr(module, "has_kernels", lambda sequence, on=kernels: on)
+        # A function of its own: jax keeps what it has traced of another.
+        traced = jax.jit(lambda: run()).trace()
+        assert (kernel in str(traced.jaxpr)) is kernels
+        found.append(np.asarray(traced.lower().compile()(), np.float64))
+    return found

@@ -17,7 +17,6 @@ from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.attention import scaled_dot_product_attention
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.context import AttentionRecord, OpContext
@@ -166,18 +165,6 @@ def test_the_scale_is_torchs(implementation: str, scale: float | None) -> None:
     q, k, v = tensors(*SHAPES["four dims"])
     on = context(implementation=implementation)
     assert_is_torch(q, k, v, on=on, scale=scale)
-
-
-def test_a_torch_call_in_a_traced_block_takes_the_override() -> None:
-    q, k, v = tensors((2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    runtime = model_runtime(mesh=None, platform="cpu")
-    with runtime.tracing() as env:
-        arrays = [env.to_xla(x) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*arrays, enable_gqa=True)
-        found = to_torch(env.t2j_iso(out))
-    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-    assert [r.query for r in runtime.records] == [(2, 4, 7, 8)]
 
 
 # --- masks

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.patches.tools import traced
+from tests.patches.tools import model_runtime, traced
 from tests.tolerances import TOLERANCES
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 

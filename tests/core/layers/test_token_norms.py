@@ -11,7 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from tests.core.layers.sequences import active_on
+from tests.core.layers.sequences import active_on, by_both
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers import token_norms
@@ -28,16 +28,9 @@ def tokens_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JointSequence, "feature_major", property(lambda self: True))
 
 
-def both(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What XLA makes, and what the kernels do; they must not refuse."""
-    found = []
-    for kernels in (False, True):
-        monkeypatch.setattr(token_norms, "has_kernels", lambda sequence, on=kernels: on)
-        # A function of its own: jax keeps what it has traced of another.
-        traced = jax.jit(lambda: run()).trace()
-        assert ("tpuport_norm" in str(traced.jaxpr)) is kernels
-        found.append(np.asarray(traced.lower().compile()()))
-    return found[0], found[1]
+def both(monkeypatch: pytest.MonkeyPatch, run: Any) -> list[np.ndarray]:
+    """What XLA makes, and what the kernels do."""
+    return by_both(monkeypatch, token_norms, "tpuport_norm", run)
 
 
 def drawn(*shape: int) -> jax.Array:

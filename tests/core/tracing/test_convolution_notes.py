@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import pytest
-
 from tpuport.core.reports import words
 from tpuport.core.tracing.context import ConvolutionRecord, OpContext
-from tpuport.core.tracing.convolution_notes import counted, note, passed_over
 
 
-@pytest.fixture
-def context() -> OpContext:
-    return OpContext(mesh=None, platform="tpu", records=[])
+def test_what_a_refused_attempt_noted_is_forgotten() -> None:
+    context = OpContext(mesh=None, platform="tpu", records=[])
 
+    def refuse() -> None:
+        context.note("k")
+        raise NotImplementedError("too wide")
 
-def test_calls_of_one_kind_and_reason_are_counted(context: OpContext) -> None:
-    for implementation, reason in (("k", ""), ("XLA", "a"), ("k", ""), ("XLA", "b")):
-        note(context, implementation, reason)
-    found = counted(context.convolutions)
-    assert [(r.implementation, r.reason, r.count) for r in found] == [
-        ("k", "", 2),
-        ("XLA", "a", 1),
-        ("XLA", "b", 1),
-    ]
-
-
-def test_what_was_noted_before_a_refusal_is_forgotten(context: OpContext) -> None:
-    note(context, "k")
-    known = len(context.convolutions)
-    note(context, "k")
-    passed_over(context, known, "block", "other code", NotImplementedError("too wide"))
+    context.note("k")
+    assert context.tried("block", "other code", refuse) is None
     assert context.convolutions == [
         ConvolutionRecord(call="convolution", implementation="k"),
         ConvolutionRecord(call="block", implementation="other code", reason="too wide"),

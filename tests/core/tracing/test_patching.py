@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.core.tracing.upstream import patch, refused
-from tpuport.core.tracing.patching import PatchStatus, applied, inspect_patches
+from tpuport.core.tracing.patching import Status, applied, inspect_patches
 from tpuport.errors import PatchError
 
 
@@ -106,7 +106,7 @@ def test_an_attribute_is_replaced_within_the_block_only(
     before = call(up)
     with applied([patch(f"up:{target}", replacement)]) as report:
         assert call(up) == during != before
-        assert report == (PatchStatus("p", f"up:{target}", "applied", "why"),)
+        assert report == (Status("p", f"up:{target}", "applied", "why"),)
     assert call(up) == before
 
 

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from tests.patches.tools import apply
+from tests.patches.tools import apply, model_runtime
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.ported_module import PortedModule, WeightNames, constrain

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tests.patches.tools import apply
+from tests.patches.tools import apply, model_runtime
 from tpuport.core.arrays import to_numpy
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
 from tpuport.core.tracing.ported_module import PortedModule

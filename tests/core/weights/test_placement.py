@@ -16,8 +16,8 @@ import torch
 from jax.sharding import PartitionSpec
 
 from tests.core.tracing.towers import Tower, tower
+from tests.patches.tools import model_runtime
 from tpuport.core.arrays import to_numpy
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.block_stacks import Stack

@@ -74,7 +74,8 @@ def test_upstreams_blocks_with_the_patches(kind: str) -> None:
     meshes = {"1.5 i2v": "dp=2,sp=2,tp=2", "13b t2v": "sp=3"}
     program = ported(module, kind, meshes.get(kind, "dp=1"), Blocks.UPSTREAM)
     assert apart(program(**given), module(**given)) <= ATOL
-    assert {one.key_lengths for one in records_of(program)} == {True}
+    joint = [one for one in records_of(program) if one.query[2] >= VIDEO]
+    assert {one.key_lengths for one in joint} == {True}
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.hunyuanvideo.transformers import inputs, make, ported
+from tests.models.hunyuanvideo.transformers import VIDEO, inputs, make, ported
 from tests.models.jaxprs import squares
 from tests.models.ported import entry_of
 from tpuport.core.enums import Blocks
@@ -19,14 +19,16 @@ UPSTREAM = Blocks.UPSTREAM
 
 
 LONG = 2100
-"""Text tokens: more than tiles of blockwise attention have, or a weight is wide."""
+"""Tokens: more than tiles of blockwise attention have, or a weight is wide."""
 
 
 def long_inputs(kind: str) -> dict[str, torch.Tensor]:
-    given = inputs(kind, batch=1)
-    given["encoder_hidden_states"] = torch.zeros(1, LONG, 24)
-    given["encoder_attention_mask"] = torch.ones(1, LONG, dtype=torch.long)
-    return given
+    """Of a text and a video that are each shorter."""
+    given = inputs(kind, batch=1, text=LONG // 2)
+    latents = given["hidden_states"]
+    frames = LONG // 2 // (VIDEO // 2) + 1
+    shape = (1, latents.shape[1], frames, *latents.shape[3:])
+    return {**given, "hidden_states": torch.zeros(shape)}
 
 
 def squares_of(kind: str, mesh: str = "dp=1", **how: Any) -> list[tuple[int, ...]]:
@@ -44,30 +46,11 @@ def test_no_array_has_two_dims_of_the_sequence(kind: str, blocks: Blocks) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (
-            "1.5 i2v",
-            ("hunyuanvideo15-token-refiner", "hunyuanvideo15-refiner-block"),
-        ),
-        ("13b t2v", ("hunyuanvideo-token-refiner", "hunyuanvideo-refiner-block")),
-    ],
-)
-def test_without_its_patches_the_refiner_has_squares_of_its_text(
-    kind: str, names: tuple[str, ...]
-) -> None:
-    assert squares_of(kind, blocks=UPSTREAM, without=names)
-
-
-@pytest.mark.parametrize(
     ("kind", "name"),
     [
         ("1.5 i2v", "hunyuanvideo15-forward"),
         # The one hands over what the other takes: a number of tokens, not a mask.
-        ("1.5 i2v", "hunyuanvideo15-token-refiner"),
-        ("1.5 i2v", "hunyuanvideo15-refiner-block"),
         ("1.5 i2v", "hunyuanvideo15-joint-attention"),
-        ("13b t2v", "hunyuanvideo-refiner-block"),
     ],
 )
 def test_a_patch_cannot_be_left_out_alone(kind: str, name: str) -> None:

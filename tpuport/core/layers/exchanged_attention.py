@@ -10,7 +10,6 @@ Legend: B batch, H heads, L tokens, D head dim.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,16 +17,10 @@ import jax.custom_batching
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Shaped
-from tpuport.core.layers.attention import (
-    note_attention,
-    scaled_dot_product_attention,
-    split_attention,
-)
+from tpuport.core.layers.attention import scaled_dot_product_attention
 from tpuport.core.layers.sequence_parallel import sequence_attention
-from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, Active, OpContext
+from tpuport.core.tracing.context import TOKENS, Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.core.tracing.ported_module import on_devices
-from tpuport.kernels.attention.attention import attention_feature_major
 from tpuport.kernels.attention.mask_lanes import masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import resolve_scale
 
@@ -51,17 +44,24 @@ def exchanged_attention(
         AttentionError, RuntimeError, TypeError, ValueError: as
         :func:`~tpuport.core.layers.attention.scaled_dot_product_attention`.
     """
-    options = (dropout_p, is_causal, scale, enable_gqa)
+    run = functools.partial(
+        _exchanged,
+        context,
+        scale=scale,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+    )
     mask = attn_mask
     if mask is not None and query.ndim == 4 and mask.ndim <= 4:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
     if query.ndim != 4 or (mask is not None and mask.ndim != 4):
-        return _exchanged(context, query, key, value, mask, *options)
+        return run(query, key, value, mask)
 
     @jax.custom_batching.custom_vmap
     def call(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
-        return _exchanged(context, q, k, v, mask, *options)
+        return run(q, k, v, mask)
 
     @call.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> tuple[Array, bool]:
@@ -84,15 +84,14 @@ def _exchanged(
     key: Float[Array, ...],
     value: Float[Array, ...],
     attn_mask: Shaped[Array, ...] | None,
-    dropout_p: float,
-    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,
+    **options: Any,
 ) -> Float[Array, ...]:
     ways = context.axis_size(TOKENS)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
-    alike = alike and not (dropout_p or is_causal or context.implementation.window)
-    exchanged = alike and ways > 1
+    special = options["dropout_p"] or options["is_causal"]
+    exchanged = alike and ways > 1 and not special
+    exchanged = exchanged and context.implementation.window is None
     if attn_mask is not None and (exchanged or context.platform == "tpu"):
         factor = resolve_scale(scale, query.shape[-1])
         if masks_keys(query, key, value, attn_mask, factor) and not (
@@ -102,72 +101,14 @@ def _exchanged(
             attn_mask, scale = None, factor
     if not exchanged or attn_mask is not None:
         return scaled_dot_product_attention(
-            context,
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
+            context, query, key, value, attn_mask, scale=scale, **options
         )
     length = query.shape[2]
     padding = ((0, 0), (0, 0), (0, -length % ways), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (query, key, value))
-    out = sequence_attention(
-        Active(None, context),
-        q,
-        k,
-        v,
-        kv_len=length,
-        scale=scale,
-        feature_major=False,
-    )
-    return out[:, :, :length]
-
-
-def attend_whole_keys(
-    context: OpContext,
-    q: Float[Array, "b h m n"],
-    k: Float[Array, "b h _ _"],
-    v: Float[Array, "b h _ _"],
-    *,
-    feature_major: bool,
-) -> Float[Array, "b h m n"]:
-    """Attention of split queries on keys that every device has.
-
-    Args:
-        q, k, v: [B, H, L, D], or [B, H, D, L] with ``feature_major``.
-
-    Returns:
-        of the shape and dtype of ``q``.
-    """
-    if not feature_major:
-        return split_attention(context, q, k, v, scale=None)
-    # A window holds neighbours within one sequence.
-    choice = replace(context.implementation, window=None)
-    axis = context.axis
-    batch, heads = axis(BATCH, q.shape[0]), axis(HEADS, q.shape[1])
-    tokens = axis(TOKENS)
-    run = functools.partial(
-        attention_feature_major,
-        platform=context.platform,
-        implementation=choice,
-        chip=context.chip,
-        told=functools.partial(
-            note_attention,
-            context,
-            choice,
-            query=(*q.shape[:2], q.shape[3], q.shape[2]),
-            key=(*k.shape[:2], k.shape[3], k.shape[2]),
-            split=(batch, heads, tokens, None),
-            dtype=str(q.dtype),
-        ),
-    )
-    others = (batch, heads, None, None)
-    queries = (batch, heads, None, tokens)
-    return on_devices(context.mesh, run, (q, k, v), (queries, others, others), queries)
+    active = Active(None, context)
+    options = {"kv_len": length, "scale": scale, "feature_major": False}
+    return sequence_attention(active, q, k, v, **options)[:, :, :length]
 
 
 EXCHANGED_ATTENTION = OpOverride(
@@ -179,4 +120,4 @@ EXCHANGED_ATTENTION = OpOverride(
     owner="tpuport.core.layers.exchanged_attention",
     reason="masks and splits honoured exactly; no Lq x Lk array",
 )
-"""The override of every runtime."""
+"""For any model."""

@@ -13,21 +13,23 @@ rotation and modulation are in float32 and rounded once.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Bool, Float, Float32, Int, Shaped
-from tpuport.core.layers.exchanged_attention import attend_whole_keys
+from tpuport.core.layers.attention import note_attention, split_attention
 from tpuport.core.layers.sequence_parallel import (
     degrees_of,
     padded_length,
     sequence_attention,
 )
 from tpuport.core.tracing.context import BATCH, HEADS, TOKENS, Active
-from tpuport.core.tracing.ported_module import constrain
+from tpuport.core.tracing.ported_module import constrain, on_devices
+from tpuport.kernels.attention.attention import attention_feature_major
 from tpuport.kernels.padding import pad_dim
 
 
@@ -346,10 +348,29 @@ def attend_others(
     Returns:
         of the shape of ``q``, in ``dtype``.
     """
-    return attend_whole_keys(
-        sequence.active.context,
-        q.astype(dtype),
-        k.astype(dtype),
-        v.astype(dtype),
-        feature_major=sequence.feature_major,
+    context = sequence.active.context
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    if not sequence.feature_major:
+        return split_attention(context, q, k, v, scale=None)
+    # A window holds neighbours within one sequence.
+    choice = replace(context.implementation, window=None)
+    batch, tokens = sequence.axes(q.shape[0])
+    heads = context.axis(HEADS, q.shape[1])
+    run = functools.partial(
+        attention_feature_major,
+        platform=context.platform,
+        implementation=choice,
+        chip=context.chip,
+        told=functools.partial(
+            note_attention,
+            context,
+            choice,
+            query=(*q.shape[:2], q.shape[3], q.shape[2]),
+            key=(*k.shape[:2], k.shape[3], k.shape[2]),
+            split=(batch, heads, tokens, None),
+            dtype=str(q.dtype),
+        ),
     )
+    others = (batch, heads, None, None)
+    queries = (batch, heads, None, tokens)
+    return on_devices(context.mesh, run, (q, k, v), (queries, others, others), queries)

@@ -13,8 +13,10 @@ device. After attention the text's result is read out again.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +28,9 @@ import torch
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers import joint_sequence, token_norms
 from tpuport.core.layers.feed_forward import (
-    add_feed_forward,
-    add_from_heads,
-    feed_forward,
-    gelu_dense,
+    activated_product,
+    added_product,
+    is_kernels,
 )
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
@@ -144,40 +145,46 @@ class Stream:
         """``x + gate * output(linear, out)``, [B, L, E]; no gate is one of 1."""
         if gate is None:
             gate = (jnp.ones(x.shape[::2], jnp.float32),) * 2
-        return add_from_heads(
-            self.marked, x, out, parameters(linear), text=gate[0], video=gate[1]
-        )
+        if is_kernels(self.marked, (held := parameters(linear))[0], gate):
+            with contextlib.suppress(NotImplementedError):
+                inner = out.reshape(out.shape[0], -1, out.shape[3])
+                return added_product(self.marked, x, inner, held, gate)
+        return self.add(x, self.output(linear, out), gate)
 
     def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
         """Both layers with a GELU between them, in float32."""
         first, _, last = ff.net[:3]
-        return feed_forward(
-            self.tokens,
-            y,
-            parameters(first.proj),
-            parameters(last),
-            tanh=first.approximate == "tanh",
-        )
+        inner = self.hidden(first.proj, y, first.approximate)
+        weight, bias = parameters(last)
+        return joint_sequence.dense(self.tokens, inner, weight, bias, row_parallel=True)
 
     def add_feed_forward(
         self, x: jax.Array, ff: Any, y: jax.Array, gate: Pair
     ) -> jax.Array:
-        """``x + gate * feed_forward(ff, y)``, [B, L, E]."""
+        """``x + gate * feed_forward(ff, y)``, [B, L, E], rounded once."""
         first, _, last = ff.net[:3]
-        return add_feed_forward(
-            self.marked,
-            x,
-            y,
-            parameters(first.proj),
-            parameters(last),
-            text=gate[0],
-            video=gate[1],
-            tanh=first.approximate == "tanh",
-        )
+        wide = parameters(first.proj)
+        if is_kernels(self.marked, wide[0], gate):
+            with contextlib.suppress(NotImplementedError):
+                gelu = _gelu(first.approximate)
+                inner = activated_product(self.marked, y, wide, gelu)
+                return added_product(self.marked, x, inner, parameters(last), gate)
+        return self.add(x, self.feed_forward(ff, y), gate)
 
-    def hidden(self, linear: Any, y: jax.Array) -> jax.Array:
-        """A layer and the approximate GELU, rounded once."""
-        return gelu_dense(self.tokens, y, *parameters(linear))
+    def hidden(self, linear: Any, y: jax.Array, approximate: str = "tanh") -> jax.Array:
+        """A layer and a GELU, rounded once.
+
+        Args:
+            approximate: the form of GELU, as torch has it.
+        """
+        wide = joint_sequence.dense(self.tokens, y, *parameters(linear))
+        inner = _gelu(approximate)(wide).astype(y.dtype)
+        # Without the barrier XLA computes this product again in each block of the next.
+        return jax.lax.optimization_barrier(inner)
+
+
+def _gelu(approximate: str) -> Callable[..., Any]:
+    return functools.partial(jax.nn.gelu, approximate=approximate == "tanh")
 
 
 def parameters(module: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ tokens. XLA's code runs elsewhere, and if a kernel refuses a size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -90,13 +91,11 @@ def modulated_norm(
     if any(one is not other for one, other in zip(text, video, strict=True)):
         text_shift, text_scale = folded(*text)
     if has_kernels(sequence) and scale.ndim == 2:
-        try:
+        # Another number of tokens or features than the kernel takes is XLA's.
+        with contextlib.suppress(NotImplementedError):
             return _modulated_by_kernel(
                 sequence, x, eps, (shift, scale), (text_shift, text_scale)
             )
-        except NotImplementedError:
-            # Another number of tokens or features than the kernel takes.
-            pass
     out = normalise(x, eps)
     out = out * sequence.choose(text_scale, scale)
     return (out + sequence.choose(text_shift, shift)).astype(x.dtype)
@@ -182,11 +181,8 @@ def turned(
     if norm is not None:
         x = x.astype(dtype)
         if has_kernels(sequence):
-            try:
+            with contextlib.suppress(NotImplementedError):  # as above
                 return _turned_by_kernel(sequence, x, norm, tables)
-            except NotImplementedError:
-                # Another number of tokens or features than the kernel takes.
-                pass
         wide = x.astype(jnp.float32)
         over = (1, axis) if norm.across else axis
         if norm.centre:

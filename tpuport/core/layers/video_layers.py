@@ -20,7 +20,6 @@ from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.mesh.spatial_split import COLUMNS, ROWS, Border, Side, Space
 from tpuport.core.tracing.context import OpContext
-from tpuport.core.tracing.convolution_notes import note
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.kernels.attention.reference import matmul_precision
 from tpuport.kernels.convolution.conv import (
@@ -133,20 +132,20 @@ def _convolved(
             with contextlib.suppress(NotImplementedError):
                 out = edged_convolution(video, weight, both, shortcut=added, **options)
                 # The kernel and the convolution of one element.
-                note(context, KERNEL)
-                note(context, KERNEL)
+                context.note(KERNEL)
+                context.note(KERNEL)
                 return out
         residual = pointwise(context, *shortcut)
     if video is not None:
         try:
             out = edged_convolution(video, weight, bias, residual, **options)
-            note(context, KERNEL)
+            context.note(KERNEL)
             return out
         except NotImplementedError as error:
             copied = str(error)
     whole = x if before is None else jnp.concatenate([before, x], axis=1)
     out = _padded_convolution(context, whole, weight, bias, border)
-    note(context, f"{KERNEL}, of a padded copy" if copied else KERNEL, copied)
+    context.note(f"{KERNEL}, of a padded copy" if copied else KERNEL, copied)
     return out if residual is None else out + residual
 
 
@@ -202,7 +201,7 @@ def enlarged_convolution(
     video = EdgedVideo(x, None, *edges, real=_real(space, x))
     kernel = jnp.transpose(weight, (2, 3, 1, 0))[None]
     out = edged_convolution(video, kernel, bias, scale=2, copies=copies, **options)
-    note(context, KERNEL)
+    context.note(KERNEL)
     return marked_picture(context, "an enlarged convolution", out, x)
 
 
@@ -294,7 +293,7 @@ def pointwise(
     bias: Float[Array, "o"],
 ) -> Float[Array, "b t y x o"]:
     """[B, T, Y, X, I] through a convolution of one element, [O, I, 1, 1, 1]."""
-    note(context, PRODUCT)
+    context.note(PRODUCT)
     flat = weight.reshape(weight.shape[:2])
     out = jnp.einsum(
         "btyxc,oc->btyxo",
@@ -362,27 +361,17 @@ def _channel_statistics(
 ) -> tuple[Float32[Array, "b c"], Float32[Array, "b c"]]:
     """Mean and variance of every channel over all devices, float32 [B, C] each."""
     _, frames, rows, columns, _ = x.shape
-    space, options = context.space, kernel_options(context)
+    space, real = context.space, None
     if space is not None and not (space.rows.even and space.columns.even):
-        real = _real(space, x)
-        mean, spread = channel_moments(x, real, **options)
-        counts = jnp.broadcast_to(
-            jnp.asarray(frames * real[0] * real[1], jnp.float32), mean.shape
-        )
+        rows, columns = real = _real(space, x)
+    mean, spread = channel_moments(x, real, **kernel_options(context))
+    count: Any = frames * rows * columns
+    if space is not None and space.axes:
+        counts = jnp.broadcast_to(jnp.asarray(count, jnp.float32), mean.shape)
         # A device may have no real element.
         parts = jax.lax.all_gather(jnp.stack([counts, mean, spread]), space.axes)
-        whole, mean, spread = joined(parts[:, 0], parts[:, 1], parts[:, 2], (0,))
-        return mean, spread / whole
-    count = frames * rows * columns
-    mean, spread = channel_moments(x, **options)
-    if space is None or not space.axes:
-        return mean, spread / count
-    # Devices have equal numbers of elements: Chan's formula for equal parts.
-    parts = jax.lax.all_gather(jnp.stack([mean, spread]), space.axes)
-    means, spreads = parts[:, 0], parts[:, 1]
-    mean = jnp.mean(means, axis=0)
-    between = jnp.mean(jnp.square(means - mean), axis=0)
-    return mean, jnp.mean(spreads, axis=0) / count + between
+        count, mean, spread = joined(parts[:, 0], parts[:, 1], parts[:, 2], (0,))
+    return mean, spread / count
 
 
 def modulation_maps(

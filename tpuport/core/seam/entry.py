@@ -42,11 +42,10 @@ from tpuport.core.seam.values import (
     take_apart,
     tensors_in,
 )
-from tpuport.core.space.pictures import Pictures, Tensor, pictures_of
-from tpuport.core.space.split_program import Call, split_call
+from tpuport.core.space.pictures import Pictures, pictures_of
+from tpuport.core.space.split_program import Call, SplitTracing
 from tpuport.core.tracing.block_stacks import StackError
-from tpuport.core.tracing.context import Active, activated
-from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.tracing.context import Active, activated, counted
 from tpuport.errors import TpuportError
 
 #: Programs of one forward that differ in the values of their masks, at most.
@@ -344,10 +343,10 @@ class Entry(ProgramRuns):
             return found
 
         structs = [_struct(tensors[i], place) for i in used]
+        shapes, pictures = None, self._pictures(given, used, structs)
         structs += [
             _struct(draw.example, lambda _: self.target.replicated) for draw in draws
         ]
-        shapes, pictures = None, self._pictures(given, used)
         runtime.records.clear()
         runtime.convolutions.clear()
         with contextlib.ExitStack() as stack:
@@ -359,9 +358,9 @@ class Entry(ProgramRuns):
                 stack.enter_context(jax.ensure_compile_time_eval())
             call = _placing(bare, place)
             if pictures is not None:
-                split = split_call(
+                split = SplitTracing(
                     self.name, bare, runtime, self._structs, structs, pictures
-                )
+                ).split()
                 call, structs, shapes = split.call, [*split.inputs], split.shapes
                 if split.told:
                     self._journal.reporter.say(f"{self.name}: {split.told}")
@@ -385,21 +384,15 @@ class Entry(ProgramRuns):
             shapes=shapes,
         )
 
-    def _pictures(self, given: _Given, used: Sequence[int]) -> Pictures | None:
+    def _pictures(
+        self, given: _Given, used: Sequence[int], arrays: Sequence[Any]
+    ) -> Pictures | None:
         """The pictures among a program's inputs, if a plugin lets them be split."""
         if not self.target.splits_space(self.name):
             return None
         names = names_of(given.form)
         names += ["an attribute"] * len(given.state.tensors)
-        tensors = [
-            Tensor(
-                name=names[i],
-                shape=tuple(given.tensors[i].shape),
-                floats=given.tensors[i].is_floating_point(),
-            )
-            for i in used
-        ]
-        return pictures_of(self.name, tensors)
+        return pictures_of(self.name, [names[i] for i in used], arrays)
 
     def _forwarded(
         self, given: _Given, values: Sequence[Any], env: Any, out: Out

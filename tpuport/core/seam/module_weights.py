@@ -17,7 +17,7 @@ from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import Stack
-from tpuport.core.tracing.patching import PatchStatus
+from tpuport.core.tracing.patching import Status
 from tpuport.core.tracing.ported_module import PortedModule, WeightNames
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
@@ -82,7 +82,7 @@ class ModuleWeights:
         self._each_step = is_denoiser(module)
 
     @property
-    def patches(self) -> tuple[PatchStatus, ...]:
+    def patches(self) -> tuple[Status, ...]:
         """What became of each patch while the last program was traced."""
         return () if self._ported is None else self._ported.runtime.patch_states
 

@@ -13,7 +13,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.enums import Blocks, denoises
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.programs.built_folder import BuiltFolder
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.forward_split import ForwardSplit
@@ -102,7 +101,7 @@ class Target:
             exact: float32 products in full.
         """
         choice = self.implementation
-        return model_runtime(
+        return Runtime(
             mesh=self.mesh,
             platform=str(self.mesh.devices.flat[0].platform),
             patches=self.patches,

@@ -176,34 +176,37 @@ class Locality:
         consts, carries = params["num_consts"], params["num_carry"]
         fixed, carry = given[:consts], given[consts : consts + carries]
         steps = [_step(one) for one in given[consts + carries :]]
-        body = params["jaxpr"].jaxpr
-        for _ in range(_PASSES):
-            found = self.results(body, [*fixed, *carry, *steps], at)
-            after = [_both(a, b) for a, b in zip(carry, found[:carries], strict=True)]
-            if after == carry:
-                break
-            carry = after
+        carry, found = self._settled(params["jaxpr"], fixed, carry, steps, at)
         lead = whole((params["length"],))
         outs = [
             one if isinstance(one, Mixed) else (*lead, *one) for one in found[carries:]
         ]
         return [*carry, *outs]
 
+    def _settled(
+        self,
+        body: core.ClosedJaxpr,
+        fixed: list[Known],
+        carry: list[Known],
+        steps: list[Known],
+        at: Any,
+    ) -> tuple[list[Known], list[Known]]:
+        """What a loop carries in all its turns, and the results of its last one."""
+        for _ in range(_PASSES):
+            found = self.results(body.jaxpr, [*fixed, *carry, *steps], at)
+            carried = zip(carry, found[: len(carry)], strict=True)
+            after = [_both(a, b) for a, b in carried]
+            if after == carry:
+                break
+            carry = after
+        return carry, found
+
     def _repeated(
         self, params: Mapping[str, Any], given: list[Known], at: Any
     ) -> list[Known]:
         asks, does = params["cond_nconsts"], params["body_nconsts"]
-        asked, fixed, carry = (
-            given[:asks],
-            given[asks : asks + does],
-            given[asks + does :],
-        )
-        for _ in range(_PASSES):
-            found = self.results(params["body_jaxpr"].jaxpr, [*fixed, *carry], at)
-            after = [_both(a, b) for a, b in zip(carry, found, strict=True)]
-            if after == carry:
-                break
-            carry = after
+        asked, fixed, carry = given[:asks], given[asks:][:does], given[asks + does :]
+        carry, _ = self._settled(params["body_jaxpr"], fixed, carry, [], at)
         (goes_on,) = self.results(params["cond_jaxpr"].jaxpr, [*asked, *carry], at)
         return [goes_on] * len(carry) if isinstance(goes_on, Mixed) else carry
 

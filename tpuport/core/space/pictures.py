@@ -1,4 +1,4 @@
-"""Which tensors of a call are pictures, and how they are split over devices.
+"""Which arrays of a call are pictures, and how they are split over devices.
 
 Legend: B videos, C channels, T frames, Y rows and X columns, at any resolution.
 """
@@ -9,7 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.mesh.device_mesh import mesh_over
 from tpuport.core.mesh.mesh_spec import divisors
@@ -24,9 +27,6 @@ from tpuport.core.mesh.spatial_split import (
 )
 from tpuport.errors import PluginError
 
-if TYPE_CHECKING:
-    import jax
-
 Shape = tuple[int, ...]
 
 #: Rows or columns of a device, at the lowest resolution of a program: one row or column
@@ -34,24 +34,9 @@ Shape = tuple[int, ...]
 FEWEST = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
-    """A tensor of a call.
-
-    Attributes:
-        name: for people.
-        shape: [B, C, T, Y, X] or [B, C, Y, X] of a picture.
-        floats: whether its elements are floats.
-    """
-
-    name: str
-    shape: Shape
-    floats: bool
-
-    @property
-    def may_be_picture(self) -> bool:
-        """Whether it has the dims of one."""
-        return self.floats and len(self.shape) in (4, 5)
+def may_be_picture(array: Any) -> bool:
+    """Whether an array is of floats, [B, C, T, Y, X] or [B, C, Y, X]."""
+    return array.ndim in (4, 5) and jnp.issubdtype(array.dtype, jnp.floating)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,23 +56,28 @@ class Pictures:
     scales: frozenset[Fraction]
 
 
-def pictures_of(component: str, tensors: Sequence[Tensor]) -> Pictures | None:
-    """The pictures among the tensors of a call; ``None`` if there are none.
+def pictures_of(
+    component: str, names: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]
+) -> Pictures | None:
+    """The pictures among the arrays of a call; ``None`` if there are none.
 
     The first one gives the size. Others are as many times larger or smaller, in rows as
     in columns. Whatever has one row and one column is no picture.
 
+    Args:
+        names: of the arrays, for people.
+
     Raises:
-        PluginError: a tensor has the dims of a picture and another shape.
+        PluginError: an array has the dims of a picture and another shape.
     """
-    found = [i for i, one in enumerate(tensors) if one.may_be_picture]
+    found = [i for i, one in enumerate(arrays) if may_be_picture(one)]
     if not found:
         return None
-    first = tensors[found[0]]
+    first = arrays[found[0]]
     rows, columns = first.shape[-2:]
     places, scales = set(), set()
     for i in found:
-        one = tensors[i]
+        one = arrays[i]
         if one.shape[-2:] == (1, 1) != (rows, columns):
             continue
         scale, other = (
@@ -96,8 +86,8 @@ def pictures_of(component: str, tensors: Sequence[Tensor]) -> Pictures | None:
         )
         if scale != other or 1 not in (scale.numerator, scale.denominator):
             raise PluginError(
-                f'{component} has split="space", and its calls are given {one.name} '
-                f"of shape {[*one.shape]} beside {first.name} of shape "
+                f'{component} has split="space", and its calls are given '
+                f"{names[i]} of shape {[*one.shape]} beside {names[found[0]]} of shape "
                 f"{[*first.shape]}: the last two dims are no rows and columns of the "
                 "same picture"
             )
@@ -120,31 +110,26 @@ class Parts:
         split: how many ways.
         space: the sides.
         copies: devices that hold the same part: a small picture has no part for each.
-        granule: rows and columns of the first picture that stay together.
     """
 
     split: SpatialSplit
     space: Space
-    copies: int = 1
-    granule: int = 1
+    copies: int
+
+    @classmethod
+    def of(cls, split: SpatialSplit, rows: int, columns: int, devices: int) -> Parts:
+        """Of the first picture, whose rows or columns that stay together count once."""
+        space = Space(
+            rows=Side(axis=ROWS, parts=split.rows, size=rows),
+            columns=Side(axis=COLUMNS, parts=split.columns, size=columns),
+        )
+        return cls(split=split, space=space, copies=devices // math.prod(split))
 
     @classmethod
     def whole(cls, pictures: Pictures, devices: int) -> Parts:
         """The pictures whole on every device."""
-        return cls._of(SpatialSplit(videos=1, rows=1, columns=1), pictures, devices, 1)
-
-    @classmethod
-    def _of(
-        cls, split: SpatialSplit, pictures: Pictures, devices: int, granule: int
-    ) -> Parts:
-        space = Space(
-            rows=Side(axis=ROWS, parts=split.rows, size=pictures.rows // granule),
-            columns=Side(
-                axis=COLUMNS, parts=split.columns, size=pictures.columns // granule
-            ),
-        )
-        used = split.videos * split.rows * split.columns
-        return cls(split=split, space=space, copies=devices // used, granule=granule)
+        one = SpatialSplit(videos=1, rows=1, columns=1)
+        return cls.of(one, pictures.rows, pictures.columns, devices)
 
     @property
     def _sides(self) -> tuple[Side, Side]:
@@ -191,7 +176,7 @@ def ways(
     for count in counts:
         videos = pictures.videos if by_video else 1
         split = choose_split(count, videos, rows, columns)
-        found = Parts._of(split, pictures, devices, granule)
+        found = Parts.of(split, rows, columns, devices)
         if all(side.parts == 1 or side.each >= FEWEST for side in found._sides):
             yield found
     yield Parts.whole(pictures, devices)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.core.mesh.spatial_split import VIDEOS, HaloError
 from tpuport.core.space.factors import Dims, MixedError, has_split, whole, whole_of
 from tpuport.core.space.locality import Locality, Mixed
-from tpuport.core.space.pictures import Parts, Pictures, Shape, ways
+from tpuport.core.space.pictures import Parts, Pictures, Shape, may_be_picture, ways
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.errors import PluginError
 
@@ -30,63 +30,56 @@ class SplitCall:
         call: takes and returns pictures with phantom rows and columns.
         inputs: shapes and places of the arrays, phantoms included.
         shapes: of the results, without phantoms.
-        parts: how the pictures are split.
         told: why some devices have no part of their own, or empty.
     """
 
     call: Call
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     shapes: tuple[Shape, ...]
-    parts: Parts
-    told: str = ""
-
-
-def split_call(
-    name: str,
-    run: Call,
-    runtime: Runtime,
-    weights: Mapping[str, Any],
-    arrays: Sequence[jax.ShapeDtypeStruct],
-    pictures: Pictures,
-) -> SplitCall:
-    """Trace ``run`` on a device's part of the picture.
-
-    Args:
-        name: for messages.
-        run: on the arrays of one device; tracing finds the split in ``runtime``.
-        weights: shapes; whole on every device.
-        arrays: shapes, without phantoms.
-        pictures: those among ``arrays``.
-
-    Raises:
-        PluginError: an operation is not local in the picture.
-    """
-    assert runtime.mesh is not None
-    devices = list(runtime.mesh.devices.flat)
-    one = _Tracing(name, run, runtime, weights, arrays, pictures, devices)
-    jaxpr = one.trace(Parts.whole(pictures, len(devices)))
-    shapes = tuple(aval.shape for aval in jaxpr.out_avals)
-    made = [
-        aval.shape
-        for aval in jaxpr.out_avals
-        if aval.ndim in (4, 5) and jax.numpy.issubdtype(aval.dtype, jax.numpy.floating)
-    ]
-    for parts in ways(pictures, made, len(devices), one.by_video(shapes)):
-        # The last trace tells what the results are put together from.
-        with contextlib.suppress(HaloError):
-            return one.joined(one.trace(parts), parts, shapes)
-    raise AssertionError("a picture that is whole needs no neighbours")
+    told: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Tracing:
+class SplitTracing:
+    """Traces a program on a device's part of the picture.
+
+    Attributes:
+        name: for messages.
+        run: on the arrays of one device; tracing finds the split in ``runtime``.
+        runtime: has a mesh.
+        weights: shapes; whole on every device.
+        arrays: shapes, without phantoms.
+        pictures: those among ``arrays``.
+    """
+
     name: str
     run: Call
     runtime: Runtime
     weights: Mapping[str, Any]
     arrays: Sequence[jax.ShapeDtypeStruct]
     pictures: Pictures
-    devices: Sequence[jax.Device]
+
+    def split(self) -> SplitCall:
+        """The program, split the best way that its halos allow.
+
+        Raises:
+            PluginError: an operation is not local in the picture.
+        """
+        count = len(self.devices)
+        jaxpr = self.trace(Parts.whole(self.pictures, count))
+        shapes = tuple(aval.shape for aval in jaxpr.out_avals)
+        made = [aval.shape for aval in jaxpr.out_avals if may_be_picture(aval)]
+        for parts in ways(self.pictures, made, count, self.by_video(shapes)):
+            # The last trace tells what the results are put together from.
+            with contextlib.suppress(HaloError):
+                return self.joined(self.trace(parts), parts, shapes)
+        raise AssertionError("a picture that is whole needs no neighbours")
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Those of the mesh, in its order."""
+        assert self.runtime.mesh is not None
+        return list(self.runtime.mesh.devices.flat)
 
     def by_video(self, made: Sequence[Shape]) -> bool:
         """Whether all that belongs to a video is a picture, as inputs and results."""
@@ -126,12 +119,7 @@ class _Tracing:
         with jax.sharding.use_abstract_mesh(manual):
             return jax.make_jaxpr(on_device, axis_env=env)(weights, local)
 
-    def joined(
-        self,
-        jaxpr: Any,
-        parts: Parts,
-        shapes: tuple[Shape, ...],
-    ) -> SplitCall:
+    def joined(self, jaxpr: Any, parts: Parts, shapes: tuple[Shape, ...]) -> SplitCall:
         """The program of whole arrays."""
         mesh = parts.mesh(self.devices)
         locality = Locality(space=parts.space)
@@ -179,21 +167,14 @@ class _Tracing:
             ]
 
         told, size = "", f"{self.pictures.rows} x {self.pictures.columns}"
-        if parts.copies > 1:
-            count = len(self.devices) // parts.copies
-            told = (
-                f"a picture of {size} has {count} parts, fewer than there are devices"
-            )
         if parts.copies == len(self.devices) > 1:
             told = f"a picture of {size} stays whole on every device: it has no parts "
             told += "that become parts of the results"
-        return SplitCall(
-            call=call,
-            inputs=tuple(inputs),
-            shapes=shapes,
-            parts=parts,
-            told=told,
-        )
+        elif parts.copies > 1:
+            count = len(self.devices) // parts.copies
+            told = f"a picture of {size} has {count} parts, fewer than there are "
+            told += "devices"
+        return SplitCall(call=call, inputs=tuple(inputs), shapes=shapes, told=told)
 
     def _result(
         self, found: Dims | Mixed, local: Shape, real: Shape, parts: Parts

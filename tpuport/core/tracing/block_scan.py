@@ -278,47 +278,23 @@ class _Chain:
         turns = self.runner.stack.period
         indices = range(start, start + turns)
 
-        def step(
-            values: list[Any], layers: Sequence[Mapping[str, Any]], own: Any
-        ) -> list[Any]:
+        def step(carry: tuple[Any, list[Any]], own: Any) -> Any:
+            place, values = carry
             given = list(arrays)
             for slot, value in zip(slots, values, strict=True):
                 given[slot] = value
-            for index, layer, more in zip(indices, layers, own, strict=True):
+            for index, more in zip(indices, own, strict=True):
                 for slot, array in more.items():
                     given[slot] = array
-                out = self._at(index)(layer, given)
+                out = self._block(index, given, place + index // turns)
                 given = self._at(index + 1).given(out)
-            return [given[slot] for slot in slots]
+            return (place + 1, [given[slot] for slot in slots]), None
 
-        def part(carry: tuple[Any, list[Any]], own: Any) -> Any:
-            place, values = carry
-            layers = [
-                {
-                    name: jax.lax.dynamic_index_in_dim(
-                        whole,
-                        place + (index // turns - start // turns),
-                        keepdims=False,
-                        allow_negative_indices=False,
-                    )
-                    for name, whole in weights[self.runner.turn(index)].items()
-                }
-                for index in indices
-            ]
-            return (place + 1, step(values, layers, own)), None
-
-        weights = [self.runner.arrays(turn) for turn in range(turns)]
         stop = start + rounds * turns
         own = [self._stacked(range(index, stop, turns)) for index in indices]
-        values = [arrays[slot] for slot in slots]
-        if rounds * turns == len(self.runner.stack.blocks):
-            values, _ = jax.lax.scan(
-                lambda v, given: (step(v, *given), None), values, (weights, own)
-            )
-        else:
-            # Layers are picked by their index: cutting the stack would copy it.
-            carry = (start // turns, values)
-            (_, values), _ = jax.lax.scan(part, carry, own, length=rounds)
+        # Layers are picked by their index: cutting a part of the stack would copy it.
+        carry = (0, [arrays[slot] for slot in slots])
+        (_, values), _ = jax.lax.scan(step, carry, own, length=rounds)
         after = self._owned(stop, arrays)
         for slot, value in zip(slots, values, strict=True):
             after[slot] = value
@@ -333,11 +309,18 @@ class _Chain:
             for slot in sorted(slots)
         }
 
-    def _block(self, index: int, arrays: list[Any]) -> list[Any]:
-        """One block on its weights."""
-        turns = self.runner.stack.period
+    def _block(self, index: int, arrays: list[Any], place: Any = None) -> list[Any]:
+        """A block on its weights.
+
+        Args:
+            place: of a block among those of its kind; ``None`` for block ``index``.
+        """
+        if place is None:
+            place = index // self.runner.stack.period
         layer = {
-            name: jax.lax.index_in_dim(whole, index // turns, keepdims=False)
+            name: jax.lax.dynamic_index_in_dim(
+                whole, place, keepdims=False, allow_negative_indices=False
+            )
             for name, whole in self.runner.arrays(self.runner.turn(index)).items()
         }
         return self._at(index)(layer, arrays)

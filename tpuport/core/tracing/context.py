@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -120,6 +121,28 @@ class OpContext:
         size = self.axis_size(name)
         return name if size > 1 and all(n % size == 0 for n in counts) else None
 
+    def note(
+        self, implementation: str, reason: str = "", *, call: str = "convolution"
+    ) -> None:
+        """Note how one call runs."""
+        self.convolutions.append(
+            ConvolutionRecord(call=call, implementation=implementation, reason=reason)
+        )
+
+    def tried(self, call: str, instead: str, run: Callable[[], Any]) -> Any:
+        """What ``run`` makes; ``None`` if a kernel refuses: ``instead`` takes over.
+
+        The refusal is noted in the kernel's own words. What the attempt noted is
+        forgotten: what it traced is no part of the program.
+        """
+        known = len(self.convolutions)
+        try:
+            return run()
+        except NotImplementedError as error:
+            del self.convolutions[known:]
+            self.note(instead, str(error), call=call)
+            return None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
@@ -201,3 +224,9 @@ class ConvolutionRecord:
     implementation: str
     reason: str = ""
     count: int = 1
+
+
+def counted(records: Iterable[ConvolutionRecord]) -> tuple[ConvolutionRecord, ...]:
+    """One record for all calls of a kind with one implementation and reason."""
+    counts = Counter(replace(record, count=1) for record in records)
+    return tuple(replace(kind, count=count) for kind, count in counts.items())

@@ -11,7 +11,7 @@ whatever fed only them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,15 +87,19 @@ def capture(
     original = last.forward
     state: dict[str, Any] = {}
 
+    def keep(values: Mapping[str, Any]) -> None:
+        # A copy: code after this point may write into the tensor in place.
+        state.update({name: values[name].clone() for name in split.names(where)})
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         if state:
             raise PluginError(f"{path} ran twice while its state was captured")
         values = _arguments(path, split, args, kwargs)
         if where == "before_last":
-            _keep(state, values, split.names(where))
-            return original(*args, **kwargs)
+            keep(values)
         out = original(*args, **kwargs)
-        _keep(state, _returned(path, split, out), split.names(where))
+        if where == "after_last":
+            keep(_returned(path, split, out))
         return out
 
     with forwards_replaced([(last, forward)]):
@@ -186,13 +190,10 @@ def _arguments(
     path: str, split: ForwardSplit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state among the arguments of a block."""
-    values = {}
-    for index, name in split.named():
-        if name in kwargs:
-            values[name] = kwargs[name]
-        elif index < len(args):
-            values[name] = args[index]
-        else:
+    values = {name: args[i] for i, name in split.named() if i < len(args)}
+    values |= {name: kwargs[name] for name in split.state if name in kwargs}
+    for name in split.state:
+        if name not in values:
             raise PluginError(
                 f"ForwardSplit: {path} was called without {name!r}: "
                 f"{len(args)} positional arguments and {sorted(kwargs)}"
@@ -215,10 +216,3 @@ def _as_returned(split: ForwardSplit, values: Mapping[str, Any]) -> Any:
     """``values`` as a block returns them."""
     ordered = tuple(values[name] for name in split.state)
     return ordered[0] if len(ordered) == 1 else ordered
-
-
-def _keep(
-    state: dict[str, Any], values: Mapping[str, Any], names: Sequence[str]
-) -> None:
-    # A copy: code after this point may write into the tensor in place.
-    state.update({name: values[name].clone() for name in names})

@@ -10,13 +10,13 @@ happens on one torchax environment and is undone on the way out, so nothing leak
 from __future__ import annotations
 
 import contextlib
-import itertools
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.patching import Gone, Status, states
 from tpuport.errors import OpConflictError
 
 
@@ -46,21 +46,14 @@ class OpOverride:
         """Name in reports: last part of the first target, such as ``layer_norm``."""
         return self.targets[0].rpartition(".")[2]
 
+    @property
+    def target(self) -> str:
+        """All targets."""
+        return ", ".join(self.targets)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OverrideStatus:
-    """Whether one override could be installed.
 
-    Attributes:
-        override: the override.
-        state: ``"applicable"``, ``"gone"`` (an operator does not exist) or ``"broken"``
-            (the operator is claimed twice).
-        detail: the override's reason, or why the override cannot be installed.
-    """
-
-    override: OpOverride
-    state: str
-    detail: str
+class _OperatorGoneError(OpConflictError, Gone):
+    """An operator does not exist; callers see it as an OpConflictError."""
 
 
 def _identity(operator: Any) -> str:
@@ -76,7 +69,7 @@ def _resolve(override: OpOverride, target: str) -> Any:
     try:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
-        raise OpConflictError(
+        raise _OperatorGoneError(
             f"op override target {target!r} does not exist in the installed torch; "
             f"{override.owner!r} claims it ({override.reason})"
         ) from None
@@ -92,92 +85,74 @@ def resolve_claims(overrides: Sequence[OpOverride]) -> list[Claim]:
     Raises:
         OpConflictError: an operator does not exist, or two claims meet.
     """
-    claims, gone, conflicts = _examine(overrides)
-    for error in gone.values():
-        raise error
-    if conflicts:
-        raise OpConflictError(_conflict_text(itertools.chain(*conflicts.values())))
+    claims: list[Claim] = []
+    for override, found in zip(overrides, _examine(overrides), strict=True):
+        if isinstance(found, OpConflictError):
+            raise found
+        claims += [(operator, override) for operator in found]
     return claims
 
 
 @contextlib.contextmanager
 def installed(claims: Sequence[Claim], env: Any, context: OpContext) -> Iterator[None]:
     """The overrides are in force on the torchax environment ``env`` in this block."""
+    from unittest import mock  # takes as long to import as the command line
+
     from torchax.ops.ops_registry import Operator
 
     overrides = dict.fromkeys(override for _, override in claims)
     made = {override: override.make(context) for override in overrides}
-    saved = [(operator, env._ops.get(operator)) for operator, _ in claims]
-    try:
-        for operator, override in claims:
-            env._ops[operator] = Operator(
-                operator,
-                made[override],
-                is_jax_function=True,
-                is_user_defined=True,
-                needs_env=False,
-                is_view_op=False,
-            )
+    operators = {
+        operator: Operator(
+            operator,
+            made[override],
+            is_jax_function=True,
+            is_user_defined=True,
+            needs_env=False,
+            is_view_op=False,
+        )
+        for operator, override in claims
+    }
+    with mock.patch.dict(env._ops, operators):
         yield
-    finally:
-        for operator, original in saved:
-            if original is None:
-                env._ops.pop(operator, None)
-            else:
-                env._ops[operator] = original
 
 
-def inspect_overrides(overrides: Sequence[OpOverride]) -> tuple[OverrideStatus, ...]:
+def inspect_overrides(overrides: Sequence[OpOverride]) -> tuple[Status, ...]:
     """Whether each override could be installed with the others; never raises.
 
-    Nothing is made or installed.
+    Nothing is made or installed. An override is ``"broken"`` if another one claims one
+    of its operators.
     """
-    _, gone, conflicts = _examine(overrides)
-    found = []
-    for index, override in enumerate(overrides):
-        state, detail = "applicable", override.reason
-        if index in gone:
-            state, detail = "gone", str(gone[index])
-        elif index in conflicts:
-            state, detail = "broken", _conflict_text(conflicts[index])
-        found.append(OverrideStatus(override=override, state=state, detail=detail))
-    return tuple(found)
+    return states(overrides, _examine(overrides), "applicable")
 
 
-def _examine(
-    overrides: Sequence[OpOverride],
-) -> tuple[list[Claim], dict[int, OpConflictError], dict[int, list[str]]]:
-    """The claims, and by index the overrides that are gone or in conflicts."""
-    claims: list[Claim] = []
-    gone: dict[int, OpConflictError] = {}
+def _examine(overrides: Sequence[OpOverride]) -> list[list[Any] | OpConflictError]:
+    """The operators of each override, or why the override cannot be installed."""
+    found: list[list[Any] | OpConflictError] = []
+    first: dict[str, tuple[int, str]] = {}
     conflicts: dict[int, list[str]] = {}
-    seen: dict[str, tuple[int, str]] = {}
     for index, override in enumerate(overrides):
         try:
             operators = [_resolve(override, target) for target in override.targets]
         except OpConflictError as error:
-            gone[index] = error
+            found.append(error)
             continue
+        found.append(operators)
         for target, operator in zip(override.targets, operators, strict=True):
-            identity = _identity(operator)
-            if identity not in seen:
-                seen[identity] = (index, target)
-                claims.append((operator, override))
+            claim = index, target
+            known, as_target = first.setdefault(_identity(operator), claim)
+            if (known, as_target) == claim:
                 continue
-            first, other_target = seen[identity]
-            other = overrides[first]
+            other = overrides[known]
             text = (
                 f"{target} is claimed by {override.owner!r} ({override.reason}) and, "
-                f"as {other_target}, by {other.owner!r} ({other.reason})"
+                f"as {as_target}, by {other.owner!r} ({other.reason})"
             )
-            for one in (first, index):
+            for one in {known, index}:
                 conflicts.setdefault(one, []).append(text)
-    return claims, gone, conflicts
-
-
-def _conflict_text(conflicts: Iterable[str]) -> str:
-    return (
-        "conflicting op overrides: "
-        + "; ".join(dict.fromkeys(conflicts))
-        + ". Drop one of the claims; nothing was installed."
-    )
+    for index, texts in conflicts.items():
+        found[index] = OpConflictError(
+            f"conflicting op overrides: {'; '.join(texts)}. Drop one of the claims; "
+            "nothing was installed."
+        )
+    return found

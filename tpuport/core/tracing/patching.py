@@ -85,15 +85,13 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class PatchStatus:
-    """What became, or would become, of one patch.
+class Status:
+    """What became, or would become, of one patch or op override.
 
     Attributes:
-        name: of the patch.
-        target: of the patch.
-        state: ``"applied"`` or ``"skipped"``; from :func:`inspect_patches`
-            ``"applicable"``, ``"skipped"``, ``"gone"`` (the target does not exist) or
-            ``"broken"``.
+        name, target: of the patch.
+        state: ``"applied"``, ``"applicable"``, ``"skipped"`` (for other versions),
+            ``"gone"`` (the target does not exist) or ``"broken"``.
         detail: the patch's reason, or why it was skipped or cannot be applied.
     """
 
@@ -101,6 +99,14 @@ class PatchStatus:
     target: str
     state: str
     detail: str
+
+
+class Gone:
+    """Of an error: a target does not exist."""
+
+
+class _TargetGoneError(PatchError, Gone):
+    """A target does not exist; callers see it as a PatchError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +152,7 @@ class _Site:
 
 
 @contextlib.contextmanager
-def applied(patches: Sequence[Patch]) -> Iterator[tuple[PatchStatus, ...]]:
+def applied(patches: Sequence[Patch]) -> Iterator[tuple[Status, ...]]:
     """Apply patches for the length of the block; yields the state of each patch.
 
     Targets and versions are resolved first; nothing changes unless all fit. Patches are
@@ -168,16 +174,16 @@ def applied(patches: Sequence[Patch]) -> Iterator[tuple[PatchStatus, ...]]:
             if isinstance(site, _Site):
                 site.apply()
                 stack.callback(site.undo)
-        yield _states(patches, found, "applied")
+        yield states(patches, found, "applied")
 
 
-def inspect_patches(patches: Sequence[Patch]) -> tuple[PatchStatus, ...]:
+def inspect_patches(patches: Sequence[Patch]) -> tuple[Status, ...]:
     """Whether each patch would apply here; never raises for a broken one.
 
     Target and replacement modules are imported, and factories of wrapping patches
     called, but nothing is replaced.
     """
-    return _states(patches, _examine(patches), "applicable")
+    return states(patches, _examine(patches), "applicable")
 
 
 _Found = _Site | str | PatchError
@@ -207,21 +213,24 @@ def _examine(patches: Sequence[Patch]) -> list[_Found]:
     return found
 
 
-def _states(
-    patches: Sequence[Patch], found: Sequence[_Found], fits: str
-) -> tuple[PatchStatus, ...]:
-    """``fits`` is the state of a patch that applies."""
-    states = []
-    for patch, one in zip(patches, found, strict=True):
-        if isinstance(one, _Site):
-            state, detail = fits, patch.reason
+def states(
+    changes: Sequence[Any], found: Sequence[Any], fits: str
+) -> tuple[Status, ...]:
+    """The state of each patch or override.
+
+    Args:
+        found: for each an error, why it is skipped, or anything else if it fits.
+        fits: the state of one that fits.
+    """
+    told = []
+    for change, one in zip(changes, found, strict=True):
+        state, detail = fits, change.reason
+        if isinstance(one, Exception):
+            state, detail = "gone" if isinstance(one, Gone) else "broken", str(one)
         elif isinstance(one, str):
             state, detail = "skipped", one
-        else:
-            state = "gone" if isinstance(one, _TargetGoneError) else "broken"
-            detail = str(one)
-        states.append(PatchStatus(patch.name, patch.target, state, detail))
-    return tuple(states)
+        told.append(Status(change.name, change.target, state, detail))
+    return tuple(told)
 
 
 def _why_skipped(patch: Patch) -> str:
@@ -314,10 +323,6 @@ def _replacement(patch: Patch, raw: Any) -> Any:
             f"the replacement of {patch.target} is {new!r}, which cannot be called",
         )
     return kind(new) if is_method else new
-
-
-class _TargetGoneError(PatchError):
-    """A target does not exist; callers see it as a PatchError."""
 
 
 def _error(patch: Patch, problem: str) -> PatchError:

@@ -27,7 +27,7 @@ from tpuport.core.tracing.context import (
     activated,
 )
 from tpuport.core.tracing.op_overrides import OpOverride, installed, resolve_claims
-from tpuport.core.tracing.patching import Patch, PatchStatus, applied
+from tpuport.core.tracing.patching import Patch, Status, applied
 from tpuport.kernels.attention.choice import AttentionChoice
 
 
@@ -39,8 +39,7 @@ class Runtime:
         mesh: devices the programs run on; ``None`` for the default device.
         platform: where programs are lowered.
         patches: monkey patches on upstream code, applied while tracing.
-        overrides: op overrides;
-            :func:`tpuport.core.layers.model_runtime.model_runtime` adds every model's.
+        overrides: op overrides.
         attention_implementation: the attention to use.
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
         records: how the attention calls traced so far run.
@@ -57,7 +56,7 @@ class Runtime:
     matmul_precision: str | None = None
     records: list[AttentionRecord] = field(default_factory=list)
     convolutions: list[ConvolutionRecord] = field(default_factory=list)
-    patch_states: tuple[PatchStatus, ...] = ()
+    patch_states: tuple[Status, ...] = ()
     space: Space | None = None
 
     def __post_init__(self) -> None:

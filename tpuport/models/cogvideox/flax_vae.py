@@ -36,7 +36,6 @@ from tpuport.core.layers.video_layers import (
     marked_picture,
 )
 from tpuport.core.tracing.context import OpContext, current
-from tpuport.core.tracing.convolution_notes import note
 from tpuport.patches import conv, norms, padding
 from tpuport.plugin import NativeForm, diffusers_patch, parameters
 
@@ -218,7 +217,7 @@ class Norm(nnx.Module):
             maps = video.modulation_maps(z, x.shape[3], weights, biases)
             maps = marked_picture(context, "a modulation", maps, z)
             for _ in weights:
-                note(context, PRODUCT)
+                context.note(PRODUCT)
         return video.group_norm(
             context,
             x,

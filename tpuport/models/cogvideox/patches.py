@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from tpuport.core.layers.video_layers import LANES, has_kernels
 from tpuport.core.tracing.context import current
-from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.cogvideox import flax_vae
 from tpuport.patches.diffusers import MODULATED_NORMS, diffusers_patch
@@ -38,13 +37,11 @@ def _as_layer(
         call: what upstream's module is, in reports.
         module: the layer's weights are its.
     """
-    context = current().context
-    known = len(context.convolutions)
-    try:
+
+    def run() -> Any:
         return flax_vae.on_tensors(kind(module), *tensors, **options)
-    except NotImplementedError as error:
-        passed_over(context, known, call, UPSTREAM, error)
-        return None
+
+    return current().context.tried(call, UPSTREAM, run)
 
 
 def _causal_convolution(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ import torch
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.vae_patches import VAE_15
 from tpuport.patches.diffusers import MODULATED_NORMS, diffusers_patch
-from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
+from tpuport.patches.valid_tokens import attend, valid_first
 
 # Rows of `cond_type_embed`.
 TEXT, GLYPHS, IMAGE = 0, 1, 2
@@ -108,103 +108,6 @@ def _joint_attention(
     ).flatten(2, 3)
     project, drop = attn.to_out
     return drop(project(out[:, :count])), attn.to_add_out(out[:, count:])
-
-
-def _refiner_block(
-    self: Any,
-    hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    attention_mask: tuple[torch.Tensor, ...] | None = None,
-) -> torch.Tensor:
-    """In place of the ``forward`` of a refiner's block, of either form.
-
-    Args:
-        self: the block.
-        hidden_states: [B, L, C], the tokens that are keys first.
-        temb: [B, C].
-        attention_mask: how many keys each item has [B], and, of 13b alone, which tokens
-            see them all [B, L, 1, 1], the others see the first alone; ``None`` where
-            all see all.
-
-    Returns:
-        [B, L, C].
-    """
-    gate_attention, gate_mlp = self.norm_out(temb)
-    normed, attn = self.norm1(hidden_states), self.attn
-    query, key, value = (
-        _heads(attn, project(normed)) for project in (attn.to_q, attn.to_k, attn.to_v)
-    )
-    lengths, *sees_all = (None,) if attention_mask is None else attention_mask
-    out = attend_heads(query, key, value, lengths)
-    if sees_all:
-        out = torch.where(sees_all[0], out, value[:, :1])
-    project, drop = attn.to_out
-    x = hidden_states + drop(project(out.flatten(2, 3))) * gate_attention
-    return x + self.ff(self.norm2(x)) * gate_mlp
-
-
-def _refiner(*, first: bool) -> Callable[..., torch.Tensor]:
-    """In place of the ``forward`` of a refiner of text.
-
-    Args:
-        first: as in 13b, every token sees the first one, valid or not, and those that
-            are not valid see no other: its value is then their result. All rows are
-            upstream's. In 1.5 valid tokens are; others, of which upstream attends to
-            none, attend to the valid ones here and are finite.
-    """
-
-    def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        temb: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Tokens of one text encoder [B, L, C], in the order given.
-
-        ``attention_mask`` is [B, L] of any dtype; ``None`` where all are valid.
-        """
-        if attention_mask is None:
-            for block in self.refiner_blocks:
-                hidden_states = block(hidden_states, temb)
-            return hidden_states
-        keys = valid = attention_mask.bool()
-        if first:
-            # The first token stays the first one.
-            keys = valid | (torch.arange(valid.shape[1], device=valid.device) == 0)
-        order, lengths = valid_order(keys)
-        given: tuple[torch.Tensor, ...] = (lengths,)
-        if first:
-            given += (take_tokens(valid[:, :, None], order)[..., None],)
-        x = take_tokens(hidden_states, order)
-        for block in self.refiner_blocks:
-            x = block(x, temb, given)
-        return take_tokens(x, order.argsort(dim=1))
-
-    return forward
-
-
-def refiner_patches(
-    name: str, classes: str, why: str, *, first: bool
-) -> tuple[Patch, Patch]:
-    """Patches of a form's refiner of text and of its blocks; see :func:`_refiner`.
-
-    Args:
-        name: in front of theirs.
-        classes: module and what the classes' names begin with.
-        why: the refiner has to be patched.
-    """
-    classes += "IndividualTokenRefiner"
-    refiner = diffusers_patch(
-        f"{name}-token-refiner", f"{classes}.forward", _refiner(first=first), why
-    )
-    block = diffusers_patch(
-        f"{name}-refiner-block",
-        f"{classes}Block.forward",
-        _refiner_block,
-        "takes that mask; with the number of valid tokens in its place both blocks are "
-        "one scan",
-    )
-    return refiner, block
 
 
 def text_tokens(
@@ -377,12 +280,6 @@ TRANSFORMER_15: tuple[Patch, ...] = (
         "every block builds a boolean mask of S x S from the outer product of "
         "the text mask, 2.6 GB at 480p with 121 frames, that no fused kernel takes; "
         "the number of valid keys says the same",
-    ),
-    *refiner_patches(
-        "hunyuanvideo15",
-        f"{MODULE}:HunyuanVideo15",
-        "the same outer product over the tokens of the language model",
-        first=False,
     ),
     diffusers_patch(
         "hunyuanvideo15-forward",

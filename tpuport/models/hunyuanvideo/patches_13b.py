@@ -20,7 +20,6 @@ from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.patches import (
     VideoGrid,
     attend_heads,
-    refiner_patches,
     with_lora_scale,
 )
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B
@@ -143,13 +142,6 @@ TRANSFORMER_13B: tuple[Patch, ...] = (
         attend_tokens,
         "hands a mask of the padded text's keys to every block, with which no "
         "fused kernel runs; the number of valid keys says the same",
-    ),
-    *refiner_patches(
-        "hunyuanvideo",
-        f"{MODULE}:HunyuanVideo",
-        "builds a mask of text tokens squared, repeated for every head, with which no "
-        "fused kernel runs",
-        first=True,
     ),
     diffusers_patch(
         "hunyuanvideo-single-block-output",

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.tracing.context import Active, OpContext, current
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.vae_chunks import DECODER
 from tpuport.models.hunyuanvideo.vae_convolutions import ENLARGE, convolutions
 from tpuport.patches.diffusers import diffusers_patch
-from tpuport.patches.valid_tokens import attend
+from tpuport.patches.valid_tokens import attend, length_attention
 
 # ------------------------------------------------------------------- attention
 

@@ -13,11 +13,11 @@ from diffusers import AutoencoderKLCogVideoX
 
 import tpuport
 from tests.tolerances import TOLERANCES
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT
 from tpuport.core.seam import target
 from tpuport.core.seam.ported import seam_of
-from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.tracing.context import counted
+from tpuport.core.tracing.runtime import Runtime
 
 # Channels that the kernels take, and few of everything else.
 CONFIG: dict[str, Any] = {
@@ -35,10 +35,10 @@ SMALL = {**CONFIG, "layers_per_block": 0}
 
 @pytest.fixture(autouse=True)
 def _as_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_tpu(**settings: Any) -> Any:
-        return model_runtime(**{**settings, "platform": "tpu"})
+    def as_tpu(**settings: Any) -> Runtime:
+        return Runtime(**{**settings, "platform": "tpu"})
 
-    monkeypatch.setattr(target, "model_runtime", as_tpu)
+    monkeypatch.setattr(target, "Runtime", as_tpu)
 
 
 def vae_of(config: dict[str, Any]) -> Any:

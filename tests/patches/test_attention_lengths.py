@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.core.layers.test_attention import MESHES, TOLERANCE, context, sizes_in
 from tests.sweeps import sweep
 from tpuport.core.arrays import to_torch
-from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.tracing.context import AttentionRecord, OpContext
+from tpuport.patches.valid_tokens import length_attention
 
 TOKENS = 12
 
