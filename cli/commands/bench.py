@@ -71,12 +71,12 @@ def bench(
     if quality and not caches:
         caches = [StepCache(method=name) for name in METHODS]
     settings = with_model(settings)
-    before = {"opened": time.perf_counter(), "load": os.getloadavg()[0]}
-    how = {"repeat": repeat, "against": against, "caches": caches}
+    how: dict[str, Any] = {"repeat": repeat, "against": against, "caches": caches}
+    how |= {"opened": time.perf_counter(), "load": os.getloadavg()[0]}
     with running(settings.cache_dir, _Once()) as display:
         from tpuport.cli.runs.benchmark import measure
 
-        result = measure(settings, **how, **before, reporter=display)
+        result = measure(settings, **how, reporter=display)
     give_out(result, as_json=settings.json, text=_text(result))
 
 
@@ -105,10 +105,12 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
         row(f"  {name}", [one["stages"][name] for one in steadies], name)
         if name == "denoise":
             row("    per step", [one["seconds_per_step"] for one in steadies])
+    # Not every pipeline has each of these.
+    size = [f"{request['width']}x{request['height']}"] if request.get("width") else []
+    words = {"num_frames": "frames", "num_inference_steps": "steps"}
+    size += [f"{request[n]} {word}" for n, word in words.items() if request.get(n)]
     lines = [
-        f"{result['model']}, {request['width']}x{request['height']}, "
-        f"{request['num_frames']} frames, "
-        f"{request['num_inference_steps']} steps, {result['dtype']}, "
+        f"{', '.join([result['model'], *size])}, {result['dtype']}, "
         f"{result['blocks']} blocks, "
         f"{result['devices']} x {result['platform']} ({result['mesh']}), "
         f"median of {result['repeat']}",

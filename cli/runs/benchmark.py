@@ -61,6 +61,7 @@ class Runs:
         first, *steady = self.stages
         made = [program for stage in first.values() for program in stage.compiles]
         medians = {n: median(run[n].total_seconds for run in steady) for n in first}
+        denoise = medians.get(StageName.DENOISE)
         return {
             "first": {
                 "seconds": self.seconds[0],
@@ -74,7 +75,7 @@ class Runs:
                 "seconds": median(self.seconds[1:]),
                 "all_seconds": self.seconds[1:],
                 "stages": medians,
-                "seconds_per_step": medians["denoise"] / steps,
+                "seconds_per_step": denoise / steps if denoise is not None else None,
             },
         }
 

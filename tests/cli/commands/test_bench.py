@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import imageio.v2 as imageio
+import numpy as np
 import pytest
 
+from tests.cli.conftest import Once, example
 from tests.cli.tools import ASKED, Cli
 from tests.tolerances import TOLERANCES
 from tpuport.cli.commands import bench
@@ -49,6 +52,18 @@ def test_both_backends_are_measured_in_turns(
     assert text[0].startswith("WanPipeline, 32x16, 5 frames, 3 steps, float32")
     assert "ratio" in "\n".join(text)
     assert "per step" in "\n".join(text)
+
+
+def test_a_pipeline_without_a_denoiser_is_measured(cli: Cli, once: Once) -> None:
+    folder = example(once, "LTXLatentUpsamplePipeline")
+    frames = np.zeros((9, 32, 32, 3), np.uint8)
+    video = folder.parent / "video.mp4"
+    imageio.mimwrite(video, list(frames), fps=8, macro_block_size=1)
+    asked = ("bench", "--weights", folder, "--video", video, "--size", "32x32")
+    ran = cli.good(*asked, "--repeat", "1", "--against", "diffusers", "--json")
+    assert ran.json["backends"]["tpuport"]["steady"]["seconds_per_step"] is None
+    text = list(bench._text(ran.json))
+    assert text[0].startswith("LTXLatentUpsamplePipeline, 32x32, float32")
 
 
 def test_only_diffusers_can_be_compared_with(cli: Cli) -> None:
