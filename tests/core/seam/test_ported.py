@@ -25,6 +25,7 @@ from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
 from tpuport import targets
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.seam.entry import PortError
 from tpuport.core.seam.ported import modules_of, port_module, seam_of
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.patching import Patch
@@ -381,6 +382,11 @@ def test_a_plugin_that_knows_the_class_is_used_and_says_so() -> None:
     entry = seam.entries["transformer"]
     assert entry.plan is not None
     assert len(entry.plan.rules) > 1
+    with pytest.raises(PortError) as refused:
+        pipeline(**call, attention_kwargs={"scale": 1})
+    said = str(refused.value)
+    assert "the native blocks take no attention_kwargs, got scale" in said
+    assert "Native blocks of cogvideox are in place: --blocks upstream" in said
 
 
 class Halved(CogVideoXAttnProcessor2_0):
