@@ -7,7 +7,13 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from tpuport.core.plan.source_scan import UNREAD, by_kind, scan, sources_in
+from tpuport.core.plan.source_scan import (
+    UNREAD,
+    behind_the_door,
+    by_kind,
+    scan,
+    sources_in,
+)
 from tpuport.errors import UsageError
 
 MODULE = """
@@ -146,3 +152,17 @@ def test_sources_are_read_as_python_reads_them(
     file = tmp_path / "source.py"
     file.write_bytes(source)
     assert {one.kind for one in scan(file, {})} == kinds
+
+
+def test_what_a_plugin_takes_beside_its_door_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "plugin.py"
+    file.write_text(
+        "from tpuport import plugin\n"
+        "from tpuport.plugin import Module\n"
+        "import tpuport.core.arrays\n"
+        "MODULE = Module(native='tpuport.core.layers.attention:X')\n"
+        "OWN = Module(native='mine.native:X')\n"
+        "arrays = importlib.import_module('tpuport.core.arrays')\n"
+        "TEXT = 'tpuport is fast; see tpuport.core.arrays'\n"
+    )
+    assert [one.line for one in behind_the_door([file])] == [3, 4, 6]

@@ -345,28 +345,38 @@ def by_kind(findings: Iterable[Finding]) -> dict[str, int]:
 DOOR = "tpuport.plugin"
 
 
+def _imports_of(node: ast.AST) -> list[str]:
+    """The modules that a node imports, or names in a text that is a path of one."""
+    if isinstance(node, ast.ImportFrom):
+        module = "" if node.level else node.module or ""
+        names = [f"tpuport.{alias.name}" for alias in node.names]
+        return names if module == "tpuport" else [module]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    text = node.value if isinstance(node, ast.Constant) else ""
+    if isinstance(text, str) and re.fullmatch(r"tpuport(\.\w+)+(:\w+)?", text):
+        return [text.partition(":")[0]]
+    return []
+
+
 def behind_the_door(files: Iterable[Path]) -> list[Finding]:
-    """Imports of tpuport beside :mod:`tpuport.plugin`, which may move any day."""
+    """Imports of tpuport beside :mod:`tpuport.plugin`, which may move any day.
+
+    Texts that name a module or an object of tpuport count as imports.
+    """
     found = []
     for file in files:
         for node in ast.walk(ast.parse(file.read_text("utf-8"), str(file))):
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                continue
-            names = [alias.name for alias in node.names]
-            if isinstance(node, ast.ImportFrom):
-                module = "" if node.level else node.module or ""
-                names = [f"tpuport.{n}" for n in names if module == "tpuport"]
-                names = names or [module]
             found += [
                 Finding(
                     file=file,
-                    line=node.lineno,
+                    line=getattr(node, "lineno", 1),
                     kind="an import behind tpuport.plugin",
                     code=ast.unparse(node),
                     remedy=f"take the name from {DOOR}; nothing else is kept",
                     within="",
                 )
-                for name in names
+                for name in _imports_of(node)
                 if name.partition(".")[0] == "tpuport" and name != DOOR
             ]
-    return found
+    return sorted(found, key=lambda one: (one.file, one.line))
