@@ -24,6 +24,8 @@ from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
 from tpuport import targets
+from tpuport.core.drive.driving import driving
+from tpuport.core.enums import Backend
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.seam.entry import PortError
 from tpuport.core.seam.ported import modules_of, port_module, seam_of
@@ -102,9 +104,29 @@ def test_a_pipeline_that_nobody_holds_goes_with_its_arrays() -> None:
     assert entry._weights
     array = weakref.ref(next(iter(entry._weights.values())))
     gone = weakref.ref(pipeline), weakref.ref(pipeline.transformer), array
+    scheduler = pipeline.scheduler  # others may hold a part
     del pipeline, entry
     gc.collect()
     assert [one() for one in gone] == [None, None, None]
+    scheduler.set_timesteps(2)
+    noise = torch.zeros(1, 4, 1, 2, 2)
+    assert scheduler.step(noise, scheduler.timesteps[0], noise).prev_sample is not None
+
+
+def test_ports_that_share_a_scheduler_hear_of_their_own_steps() -> None:
+    one, other = (pipeline_of()[0] for _ in range(2))
+    other.register_modules(scheduler=one.scheduler)
+    scheduler, noise = one.scheduler, torch.zeros(1, 4, 1, 2, 2)
+    for pipeline in (one, other):
+        tpuport.port(pipeline)
+    for pipeline in (one, other):
+        scheduler.set_timesteps(2)
+        with driving(pipeline, seam_of(pipeline).journal, Backend.TPUPORT) as drive:
+            scheduler.step(noise, scheduler.timesteps[0], noise)
+        assert len(drive.steps) == 1
+    for pipeline in (one, other):
+        tpuport.unport(pipeline)
+    assert "step" not in vars(scheduler)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {

@@ -19,7 +19,7 @@ from tpuport.core.drive.tape import Recorded, StageEnd, Tape
 from tpuport.core.enums import Backend, StageName, denoises
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.seam.journal import Asked, Journal
-from tpuport.core.seam.standing import Standing, is_ported
+from tpuport.core.seam.standing import Standing, is_heard
 
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
 #: What adds up over several reports of a stage.
@@ -244,7 +244,7 @@ def driving(
     for one in (drive.scheduler, *parts.values()):  # and others, for sound say
         if hasattr(one, "set_timesteps"):
             drive.key_of(one)
-    on_host = {name: one for name, one in parts.items() if not is_ported(one)}
+    on_host = {name: one for name, one in parts.items() if not is_heard(one, journal)}
     with contextlib.ExitStack() as stack:
         # The seam tells of the calls of other components.
         stack.callback(Standing(on_host, journal).close)

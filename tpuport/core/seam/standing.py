@@ -9,6 +9,7 @@ schedulers too.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ class Standing:
         for name, component in components.items():
             scheduler = name == "scheduler" or hasattr(component, "set_timesteps")
             if scheduler and hasattr(component, "step"):
-                self._hold(component, "step", Stepping(component, journal.step))
+                self._hold(component, "step", Stepping(component, weakref.ref(journal)))
         for name, component in modules.items():
             for path, module in component.named_modules():
                 if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
@@ -67,7 +68,8 @@ class Standing:
             stood.__dict__[_MARK] = False
             if module.__dict__.get(method) is stood:
                 del module.__dict__[method]
-                if before is not None:
+                # What stood there may have been closed in between.
+                if getattr(before, "__dict__", {}).get(_MARK, before is not None):
                     module.__dict__[method] = before
         self._held.clear()
 
@@ -113,32 +115,42 @@ def _upstreams(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Stepping:
     """In place of a scheduler's ``step``, with upstream's signature.
 
-    A pipeline may copy its scheduler, for sound say: the copy has its own.
-
-    Args:
-        around: :meth:`Journal.step`.
+    A pipeline may copy its scheduler, for sound say: the copy has its own. A scheduler
+    may outlive its pipeline, so the journal, which knows the modules, is held weakly.
     """
 
-    def __init__(
-        self, scheduler: Any, around: Callable[[Any, Callable[[], Any]], Any]
-    ) -> None:
-        self._scheduler, self._around = scheduler, around
+    def __init__(self, scheduler: Any, journal: weakref.ref[Journal]) -> None:
+        self._scheduler, self._journal = scheduler, journal
         functools.update_wrapper(self, type(scheduler).step.__get__(scheduler))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = type(self._scheduler).step
         run = functools.partial(step, self._scheduler, *args, **kwargs)
-        return self._around(self._scheduler, run)
+        journal = self._journal()
+        return run() if journal is None else journal.step(self._scheduler, run)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return Stepping(memo[id(self._scheduler)], self._around)
+        copied = Stepping(memo[id(self._scheduler)], self._journal)
+        vars(copied)[_MARK] = vars(self).get(_MARK, False)
+        return copied
+
+    def is_for(self, journal: Journal) -> bool:
+        """Whether the journal hears of the steps."""
+        return self._journal() is journal
 
 
 def is_ported(component: Any) -> bool:
-    """Whether a seam stands at a module's forward, or a scheduler's step."""
-    own = getattr(component, "__dict__", {})
-    stands = (getattr(own.get(name), "__dict__", {}) for name in ("forward", "step"))
-    return any(one.get(_MARK) for one in stands)
+    """Whether a seam stands at a module's forward."""
+    own = getattr(component, "__dict__", {}).get("forward")
+    return bool(getattr(own, "__dict__", {}).get(_MARK))
+
+
+def is_heard(component: Any, journal: Journal) -> bool:
+    """Whether the journal hears of a module's calls, or of a scheduler's steps."""
+    step = getattr(component, "__dict__", {}).get("step")
+    if isinstance(step, Stepping):
+        return step.is_for(journal)
+    return is_ported(component)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
