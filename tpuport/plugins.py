@@ -68,8 +68,8 @@ def load_plugins(
 
     Raises:
         PluginError: a plugin fails to import, implements an unknown hook, hands over no
-            ModelPlugin, fails while it does, or takes a model name that is taken. The
-            message names the package.
+            ModelPlugin, fails while it does, names configs that are not there, or takes
+            a model name that is taken. The message names the package.
     """
     plugins: dict[str, Plugin] = {}
     for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
@@ -131,7 +131,10 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
     for name, one in plugin.model.variants.items():
         file = plugin.file.parent / one.configs
         if one.configs and not file.is_file():
-            raise PluginError(f"{where}: variants[{name!r}]: there is no file {file}")
+            raise PluginError(
+                f"{where} ({entry_point.value}): variants[{name!r}]: there is no file "
+                f"{file}; ship the file as package data, or uninstall the plugin"
+            )
     return plugin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import typer
@@ -27,13 +28,14 @@ def replay(settings: Settings, file: str) -> None:
 
     Example: tpuport replay panda.mp4.json
     """
+    started = time.perf_counter()
     prepare(debug=settings.debug)
     sidecar = _sidecar_of(Path(here(file)).expanduser())
     read_sidecar(sidecar)  # refused before torch is imported
     with running(settings.cache_dir) as display:
         from tpuport.cli.runs.replayed import replayed
 
-        document = replayed(sidecar, settings, display)
+        document = replayed(sidecar, settings, display, started=started)
     if not document["same"]:
         give_out(document, as_json=False, report=settings.report)
         raise ReplayError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,14 @@ from tpuport.core.spec.run_settings import typed
 from tpuport.errors import ArtifactError, AttentionError, UsageError, WeightsError
 
 
-def replayed(file: Path, asked: Settings, reporter: Reporter) -> dict[str, Any]:
-    """Make the video of a sidecar again; the document of the command."""
-    started = time.perf_counter()
+def replayed(
+    file: Path, asked: Settings, reporter: Reporter, *, started: float
+) -> dict[str, Any]:
+    """Make the video of a sidecar again; the document of the command.
+
+    Args:
+        started: when the command began, on the clock of :func:`time.perf_counter`.
+    """
     recorded = sidecar.read(file)
     video = _check_video(file, recorded)
     again = replace(_again(file, recorded), files=(file, *([video] if video else [])))

@@ -123,6 +123,12 @@ def test_two_plugins_of_one_model_name_are_refused(site: Site) -> None:
         (RETURN.format("return 'a port'"), "handed over ['str'] from tpuport_model"),
         (RETURN.format("return None"), "handed over nothing from tpuport_model"),
         (RETURN.format("1 / 0"), "failed in tpuport_model: ZeroDivisionError"),
+        (
+            PLUGIN.format(name="x")
+            .replace("import ", "import Published, ")
+            .replace("claims", "variants={'a': Published('', 'no.json')}, claims"),
+            "variants['a']: there is no file ",
+        ),
     ],
 )
 def test_a_broken_plugin_is_named_with_its_package(

@@ -97,6 +97,7 @@ def test_what_upstream_has_not_is_refused_when_a_pipeline_is_ported(
         (lambda: replace(PLUGIN, variants={"a": "hub/id"}), "is no Published"),
         (lambda: replace(PLUGIN, variants=["a"]), "variants is no dict by name"),
         (lambda: replace(PLUGIN, modules={"vae": 5}), "is no Module"),
+        (lambda: Published(configs=5), "configs=5 is not the name of a file"),  # type: ignore[arg-type]
         (lambda: replace(PLUGIN, suits=5), "suits is no function"),
         (lambda: Module(native=5), "native=5 is not a NativeForm"),  # type: ignore[arg-type]
         (lambda: Module(forms={"a": 5}), "and no NativeForm"),  # type: ignore[dict-item]

@@ -231,7 +231,8 @@ class _Operators(torch.overrides.TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.is_floating_point():
-            self.names.append(func.__name__)
+            getter = func.__name__ == "__get__"  # of x.mT, say
+            self.names.append((func.__self__ if getter else func).__name__)
             self.results.append(result.detach().clone())
         return result
 

@@ -45,7 +45,7 @@ def is_kernels(
     if (context.chip or DEFAULT_CHIP) not in FASTER_ON:
         return False
     kept = kernel_options(context)["vmem_limit"] * KEPT_BY_XLA
-    return weight.nbytes > kept and gates[0].ndim == 2
+    return weight.nbytes > kept and all(gate.ndim == 2 for gate in gates)
 
 
 def activated_product(

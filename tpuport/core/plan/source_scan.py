@@ -29,7 +29,8 @@ _KERNELS = {
     "bitsandbytes": "load the weights in bfloat16",
     "deepspeed": "leave it out: the mesh splits the work",
 }
-_TO_BUILD = {"load", "load_inline", "CUDAExtension", "CppExtension", "custom_op"}
+_TO_BUILD = {"load", "load_inline", "CUDAExtension", "CppExtension"}
+_REGISTERED = {"torch.library.custom_op"}
 #: Methods that hand a tensor's values to Python.
 _VALUES = {
     "item": "a number",
@@ -116,12 +117,17 @@ def scan(file: Path, patches: Mapping[str, str]) -> list[Finding]:
 
     Args:
         patches: ``"package.module:Class.attr"`` -> the name of the patch.
+
+    Raises:
+        UsageError: the file cannot be read.
     """
     try:
         with tokenize.open(file) as source:
             text = source.read()
         tree = ast.parse(text)
-    except (OSError, SyntaxError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error}") from error
+    except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         return [Finding(file, line, UNREAD, str(error), "look at it by hand", "")]
     lines = text.splitlines()
@@ -165,6 +171,7 @@ class _Reader:
 
     names: dict[str, str] = field(default_factory=dict)
     masks: set[tuple[str, str]] = field(default_factory=set)
+    aliases: set[str] = field(default_factory=set)
 
     def read(
         self, node: ast.AST, path: tuple[str, ...] = (), *, traced: bool = False
@@ -192,8 +199,12 @@ class _Reader:
             if self._is_mask(node.value, within):
                 self.masks.add((within, name))
             full = self._full(node.value)
-            if full.startswith("torch."):
+            if full.startswith("torch.ops."):
                 self.names[name] = full
+                self.aliases.add(name)
+            elif name in self.aliases:
+                self.aliases.discard(name)
+                del self.names[name]
 
     def _of(
         self, node: ast.expr | ast.stmt, within: str, *, traced: bool
@@ -245,7 +256,7 @@ class _Reader:
             yield ".cuda()", "leave it out: tpuport places tensors"
         elif any(isinstance(w, str) and w.split(":")[0] == "cuda" for w in words):
             yield "a CUDA device by name", "take the device of an argument"
-        if name in _TO_BUILD and ("cpp_extension" in full or "library" in full):
+        if ("cpp_extension" in full and name in _TO_BUILD) or full in _REGISTERED:
             yield _OWN, "write the kernel in Pallas"
         if re.match(r"torch\.ops\.(?!(aten|prims)(\.|$))", full):
             yield _OWN, "write the kernel in Pallas, or patch the call"
@@ -293,7 +304,7 @@ class _Reader:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             return node.func.attr in _MAKE_MASKS
         if isinstance(node, ast.Attribute):
-            return any(word in node.attr.lower() for word in _MASKS)
+            return node.attr.lower().endswith(_MASKS)
         if not isinstance(node, ast.Name):
             return False
         named = any(word in node.id.lower() for word in _MASKS)
@@ -366,7 +377,11 @@ def behind_the_door(files: Iterable[Path]) -> list[Finding]:
     """
     found = []
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text("utf-8"), str(file))):
+        try:
+            tree = ast.parse(file.read_bytes(), str(file))
+        except (SyntaxError, ValueError):
+            continue  # nothing imports such a file
+        for node in ast.walk(tree):
             found += [
                 Finding(
                     file=file,

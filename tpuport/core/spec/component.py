@@ -70,29 +70,29 @@ class Named(Generic[T]):
             if not self.default:
                 raise AttributeError(self.name)
             return self.default[0]
-        value = vars(instance)[self.name]
+        declared = value = vars(instance)[self.name]
         if isinstance(value, str):
             value = import_named(value)
         if self.made and isinstance(value, FunctionType):
             value = _made(value)
-        self._check(value)
+        self._check(value, declared)
         vars(instance)[self.name] = value
         found: T = value
         return found
 
     def __set__(self, instance: object, value: T | str | Callable[[], T]) -> None:
         if not isinstance(value, str | FunctionType):
-            self._check(value)
+            self._check(value, value)
         vars(instance)[self.name] = value
 
-    def _check(self, value: Any) -> None:
+    def _check(self, value: Any, declared: Any) -> None:
         if not self.kind or value in self.default:
             return
         several = isinstance(self.default[0], tuple)
         found = value if several else (value,)
         if not isinstance(found, tuple | list) or not all(map(self._is_one, found)):
             wanted = f"a tuple of {self.kind}" if several else f"a {self.kind}"
-            raise PluginError(f"{self.name}={value!r} is not {wanted}")
+            raise PluginError(f"{self.name}={declared!r} is not {wanted}")
 
     def _is_one(self, value: Any) -> bool:
         return self.kind in (cls.__name__ for cls in type(value).__mro__)

@@ -176,6 +176,8 @@ class Published:
     def __post_init__(self) -> None:
         if not self.repo and not self.configs:
             raise PluginError("a variant needs the hub id of a checkpoint, or configs")
+        if not isinstance(self.configs, str | Path):
+            raise PluginError(f"configs={self.configs!r} is not the name of a file")
 
     def read(self, beside: Path = Path()) -> Mapping[str, Mapping[str, Any]]:
         """The configs, by component.
@@ -349,7 +351,7 @@ class ModelPlugin:
             if module.split and kinds and (texts or denoises(name)):
                 raise PluginError(
                     f"plugin {self.name}: modules[{name!r}]: split={module.split!r} is "
-                    "for an autoencoder; nothing of this module reads it"
+                    "for an autoencoder; a denoiser or text encoder has no pictures"
                 )
         for name in self.modules.keys() - components.keys():
             known = sorted(components)

@@ -228,5 +228,7 @@ class ConvolutionRecord:
 
 def counted(records: Iterable[ConvolutionRecord]) -> tuple[ConvolutionRecord, ...]:
     """One record for all calls of a kind with one implementation and reason."""
-    counts = Counter(replace(record, count=1) for record in records)
+    counts: Counter[ConvolutionRecord] = Counter()
+    for record in records:
+        counts[replace(record, count=1)] += record.count
     return tuple(replace(kind, count=count) for kind, count in counts.items())
