@@ -165,6 +165,8 @@ def test_the_built_in_models_come_through_the_entry_points() -> None:
         assert found.module == entry.value
         assert found.package == f"tpuport {metadata.version('tpuport')}"
         assert get_model(name) is found.model
+        # The rule of what a plugin may import is for other packages.
+        assert found.sources == []
 
 
 def test_an_unknown_model_is_answered_with_the_installed_ones() -> None:

@@ -128,8 +128,11 @@ def scan(file: Path, patches: Mapping[str, str]) -> list[Finding]:
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error}") from error
     except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        return [Finding(file, line, UNREAD, str(error), "look at it by hand", "")]
+        line, what = (
+            getattr(error, "lineno", None) or 1,
+            getattr(error, "msg", str(error)),
+        )
+        return [Finding(file, line, UNREAD, what, "look at the file by hand", "")]
     lines = text.splitlines()
     found = {}
     for node, kind, remedy, within in _Reader().read(tree):
