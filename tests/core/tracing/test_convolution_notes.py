@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from tpuport.core.reports import words
-from tpuport.core.tracing.context import ConvolutionRecord, OpContext
+from tpuport.core.tracing.context import ConvolutionRecord, OpContext, counted
 
 
 def test_what_a_refused_attempt_noted_is_forgotten() -> None:
@@ -21,6 +21,12 @@ def test_what_a_refused_attempt_noted_is_forgotten() -> None:
         ConvolutionRecord(call="convolution", implementation="k"),
         ConvolutionRecord(call="block", implementation="other code", reason="too wide"),
     ]
+
+
+def test_records_of_one_kind_add_up() -> None:
+    one = ConvolutionRecord(call="convolution", implementation="k")
+    other = ConvolutionRecord(call="convolution", implementation="XLA", count=2)
+    assert {r.count for r in counted([one, other, replace(one, count=3)])} == {4, 2}
 
 
 def test_calls_are_told_in_words() -> None:
