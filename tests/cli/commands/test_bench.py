@@ -67,4 +67,5 @@ def test_a_pipeline_without_a_denoiser_is_measured(cli: Cli, once: Once) -> None
 
 
 def test_only_diffusers_can_be_compared_with(cli: Cli) -> None:
-    cli.refused("diffusers", "bench", "--against", "other")
+    told = "--against 'other': only diffusers can be named"
+    cli.refused(told, "bench", "--against", "other")

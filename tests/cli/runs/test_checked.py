@@ -125,7 +125,8 @@ def test_a_plan_that_is_refused_is_told(
 
 
 def test_what_cannot_be_checked_is_refused(cli: Cli) -> None:
-    cli.refused("nothing", "check", "./nothing", "--no-plan")
+    told = "weights folder './nothing' does not exist"
+    cli.refused(told, "check", "./nothing", "--no-plan")
 
 
 @pytest.mark.parametrize("name", ["Wan", "CogVideoX", "Mochi"])
