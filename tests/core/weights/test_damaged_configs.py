@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import shutil
@@ -149,6 +150,24 @@ def test_no_published_config_is_refused() -> None:
                 library = diffusers if pair[0] == "diffusers" else transformers
                 cls = getattr(library, pair[1])
                 check_config(cls, config, component, None)
+
+
+def test_upstreams_own_defaults_are_not_refused() -> None:
+    """As JSON has them: lists of lists in place of tuples of tuples."""
+    nested = 0
+    for name in dir(diffusers):
+        cls = getattr(diffusers, name)
+        if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+            continue
+        defaults = {
+            field: parameter.default
+            for field, parameter in inspect.signature(cls.__init__).parameters.items()
+            if isinstance(parameter.default, int | float | str | list | tuple)
+        }
+        written = json.loads(json.dumps(defaults))
+        nested += "[[" in json.dumps(written)
+        check_config(cls, written, name, None)
+    assert nested > 5
 
 
 @pytest.mark.parametrize(

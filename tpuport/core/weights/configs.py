@@ -136,6 +136,10 @@ def _kinds(annotation: Any) -> set[type] | None:
     return None
 
 
+def _kinds_like(default: Any) -> set[type]:
+    return _kinds(type(default)) or {type(default)}
+
+
 def _kinds_of_any(annotations: Iterable[Any]) -> set[type] | None:
     found = [_kinds(part) for part in annotations]
     known = [kinds for kinds in found if kinds is not None]
@@ -149,7 +153,7 @@ def _type_problem(value: Any, parameter: inspect.Parameter) -> str:
         kinds = set()
     if kinds is not None and given:
         # Upstream's annotations are not always true of its own defaults.
-        kinds |= _kinds(type(default)) or {type(default)}
+        kinds |= _kinds_like(default)
     if kinds is not None and type(default) is float:
         kinds -= {types.NoneType}  # nothing is computed with null
     if kinds is not None and type(value) not in kinds:
@@ -165,7 +169,7 @@ def _type_problem(value: Any, parameter: inspect.Parameter) -> str:
 def _entries(annotation: Any, default: Any) -> set[type] | None:
     """The types of a list's entries, by the default's own or by the annotation."""
     if isinstance(default, list | tuple) and default:
-        return {type(entry) for entry in default}
+        return set[type]().union(*(_kinds_like(entry) for entry in default))
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) in (list, tuple):
             return _kinds_of_any(arg for arg in get_args(part) if arg is not ...)
