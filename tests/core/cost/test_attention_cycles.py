@@ -97,16 +97,17 @@ def test_tiles_that_a_kernel_does_not_take_are_refused_by_name(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("head_dim", "blocks", "length", "bundles"),
     [
-        (64, "2048/2048/512", 40960, 3164),
-        (64, "3328/2816/256", 39826, 2979),
-        (128, "2048/2048/1024", 40960, 2967),
+        (64, "2048/2048/512", 40960, 2944.3),
+        (64, "3328/2816/256", 39826, 2808.7),
+        (128, "2048/2048/1024", 40960, 2700.0),
     ],
 )
 def test_jaxs_kernel_has_the_bundles_counted_by_hand(
-    head_dim: int, blocks: str, length: int, bundles: int, folder: Path
+    head_dim: int, blocks: str, length: int, bundles: float, folder: Path
 ) -> None:
-    """Counted by hand in dumps of jax 0.10.2 for other lengths and numbers of heads,
-    which decide a few dozen bundles of a step: where its copies begin and end."""
+    """Counted by hand in dumps of jax 0.10.2 and libtpu 0.0.42.1: of a step, 257 to 264
+    bundles around the body of 11465, 24721 and 10488, and a share of what the first and
+    the last step of a row run, 1105, 1772 and 1097, of 20, 15 and 20 steps."""
     case = AttentionCase(
         implementation="jax",
         heads=12,
@@ -116,7 +117,7 @@ def test_jaxs_kernel_has_the_bundles_counted_by_hand(
         blocks=Blocks.parse(blocks),
     )
     cost = attention_cost(case, cache=folder)
-    assert cost.bundles_per_tile == pytest.approx(bundles, rel=0.02)
+    assert cost.bundles_per_tile == pytest.approx(bundles, rel=1e-4)
 
 
 def test_of_the_baseline_only_what_is_compared_is_costed() -> None:
