@@ -130,3 +130,47 @@ def test_parts_are_as_many_as_needed(
     assert whole - plan.bytes_per_device == plan.gathered_bytes_per_device
     assert any("weights in parts over" in line for line in plan.remarks()) == bool(over)
     assert plan.as_dict()["gathered"]["weights"] == (2 if over else 0)
+
+
+class Encoder(torch.nn.Module):
+    """A table of which a lookup and a product take the rows, and a narrow one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = torch.nn.Embedding(96, 32)
+        self.same = torch.nn.Embedding(96, 32)
+        self.same.weight = self.shared.weight
+        self.odd = torch.nn.Embedding(96, 30)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.shared(ids) + self.same(ids + 1)
+        scores = torch.nn.functional.linear(rows, self.shared.weight)
+        return scores.sum(-1) + self.odd(ids).sum(-1)
+
+
+class Denoiser(Encoder):
+    def forward(self, ids: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + timestep
+
+
+@torch.no_grad()
+def test_each_device_holds_some_features_of_a_large_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module_weights, "LEAST_TABLE", 96 * 30 * 4)
+    ids = torch.arange(24).reshape(2, 12)
+    encoder, denoiser = Encoder(), Denoiser()
+    ported = tpuport.port(encoder, mesh="dp=2,sp=2,tp=2")
+    found, expected = ported(ids), encoder(ids)
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error <= TOLERANCES["component float32"]
+    plan = seam_of(ported).entries["Encoder"].plan
+    assert plan is not None
+    assert plan.assignments == {"shared.weight": (None, ("dp", "sp")), "odd.weight": ()}
+    assert plan.bytes_per_device == 96 * 4 * (32 / 4 + 30)
+    # A denoiser looks rows up each step.
+    ported = tpuport.port(denoiser, mesh="dp=2,sp=2,tp=2")
+    ported(ids, torch.ones(()))
+    plan = seam_of(ported).entries["Denoiser"].plan
+    assert plan is not None
+    assert set(plan.assignments.values()) == {()}

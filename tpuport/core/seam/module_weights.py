@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.target import Claim, Target
+from tpuport.core.spec.model_plugin import Layout, rules_of
 from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.patching import Status
 from tpuport.core.tracing.ported_module import PortedModule, WeightNames
@@ -24,7 +27,6 @@ from tpuport.core.weights.gathering import gathered, room_for_weights
 from tpuport.core.weights.placement import abstract_weights
 from tpuport.core.weights.sharding import (
     ShardingPlan,
-    ShardRule,
     UndividedError,
     plan_sharding,
 )
@@ -34,7 +36,9 @@ from tpuport.errors import ShardingError
 #: Bytes of weights that every device may hold of a component that upstream calls once
 #: a video. To bring more to every device takes longer than to gather it there.
 MOST_WHOLE = 1 << 30
-WHOLE = (ShardRule(pattern=".*", spec=(), optional=True),)
+#: Bytes of the least table of an embedding of such a component whose features are
+#: split. A lookup moves the rows of a few tokens, never the table.
+LEAST_TABLE = 1 << 28
 #: Parameters of forward that tell a denoiser, which upstream calls each step.
 _TIMES = frozenset({"timestep", "timesteps"})
 
@@ -152,7 +156,8 @@ class ModuleWeights:
         mesh = self.target.mesh
         shape = dict(mesh.shape)
         if self._claim is None:
-            whole = plan_sharding(WHOLE, stored, shape, component=self.name)
+            rules = rules_of(self._tables(stored, shape))
+            whole = plan_sharding(rules, stored, shape, component=self.name)
         else:
             whole = self._claim.plan(stored, shape)
         room = room_for_weights(mesh.devices.flat)
@@ -165,6 +170,21 @@ class ModuleWeights:
         self.plan = gathered(whole, ported, stored, room=room)
         self._structs = abstract_weights(ported, self.plan, mesh)
         self._ported = ported
+
+    def _tables(self, stored: Container[str], mesh: Mapping[str, int]) -> Layout:
+        """A layout of large tables of embeddings, by features."""
+        axes = tuple(axis for axis in ("dp", "sp") if mesh.get(axis, 1) > 1)
+        parts = math.prod(mesh[axis] for axis in axes)
+        if not axes or self._each_step or self.target.splits_space(self.name):
+            return {}
+        return {
+            re.escape(f"{name}.weight"): (None, axes)
+            for name, module in self.module.named_modules()
+            if isinstance(module, torch.nn.Embedding)
+            and f"{name}.weight" in stored
+            and module.weight.nbytes >= LEAST_TABLE
+            and module.embedding_dim % parts == 0
+        }
 
     def _placed(self) -> Mapping[str, jax.Array]:
         """The weights, on the devices."""
