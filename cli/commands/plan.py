@@ -7,9 +7,11 @@ from pathlib import Path
 from tpuport.cli.asked.environment import prepare, prepare_topology, running
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.slices import Comparison, Offer, deadline_of, prices, topologies
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.shown import plan_text
 from tpuport.cli.shown.output import give_out
+from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.plan.dump_folder import check_dump
 from tpuport.errors import UsageError
@@ -20,11 +22,17 @@ ALL = "all"
 @command(
     "plan",
     topology=flag(
-        "--topology NAME", "The TPU slice, such as v5e-4, v5p-8, v6e-8 or v7x-8."
+        "--topology NAME",
+        "The TPU slice, such as v5e-4, v5p-8, v6e-8 or v7x-8; several as v5e-8,v6e-8.",
     ),
+    price=flag(
+        "--price CHIP=NUMBER", "What a chip costs for an hour. May be repeated."
+    ),
+    deadline=flag("--deadline TIME", "A video may take so long: 60s or 2m."),
     stage=flag(
         "--stage encode|denoise|decode|all",
-        "The stages to plan; several as encode,denoise.",
+        "The stages to plan; several as encode,denoise. (default: denoise; all to "
+        "compare slices)",
     ),
     dump=flag("--dump FOLDER", "Keep programs and schedules here."),
     budget=flag(
@@ -37,7 +45,9 @@ ALL = "all"
 def plan(
     settings: Settings,
     topology: str,
-    stage: str = "denoise",
+    price: list[str] | None = None,
+    deadline: str | None = None,
+    stage: str | None = None,
     dump: str | None = None,
     budget: float = 540.0,
     verbose: bool = False,
@@ -50,26 +60,45 @@ def plan(
 
     Example: tpuport plan --topology v6e-8 --variant 5b
     """
-    from tpuport.core.mesh.slices import parse_topology
-
-    found = parse_topology(topology)
-    prepare_topology(found)
+    asked = topologies(topology)
+    costs, limit = prices(price or (), asked), deadline_of(deadline)
+    comparing = len(asked) > 1 or bool(costs) or deadline is not None
+    for one in asked:
+        prepare_topology(one)
     prepare(debug=settings.debug)
-    stages = _stages(stage)
-    if settings.mesh is not None:
-        # The table of slices knows how many there are; nothing need be loaded.
-        settings.mesh.resolve(found.devices)
+    stages = _stages(stage or (ALL if comparing else StageName.DENOISE))
+    for one in asked:
+        if settings.mesh is not None:
+            # The table of slices knows how many there are; nothing need be loaded.
+            settings.mesh.resolve(one.devices)
     folder = None if dump is None else Path(dump).expanduser()
     if folder is not None:
+        if comparing:
+            raise UsageError("--dump is of one slice: leave out --price and --deadline")
         check_dump(folder)
     settings = with_model(settings, weights=False)
     with running(settings.cache_dir) as display:
         from tpuport.cli.runs.planning import plan_run
 
-        given = (settings, found, stages)
-        made = plan_run(*given, budget=budget, dump=folder, reporter=display)
-    document = {"command": "plan", **made.as_dict()}
-    text = plan_text.everything(made) if verbose else plan_text.text(made)
+        made = {
+            one.name: plan_run(
+                settings, one, stages, budget=budget, dump=folder, reporter=display
+            )
+            for one in asked
+        }
+    if comparing:
+        videos = settings.batch or 1
+        offers = [
+            Offer(topology=o, plan=made[o.name], videos=videos, price=costs.get(o.chip))
+            for o in asked
+        ]
+        found = Comparison(offers, limit, stages)
+        document, text = found.as_dict(), found.text(verbose=verbose)
+    else:
+        (alone,) = made.values()
+        document = alone.as_dict()
+        text = plan_text.everything(alone) if verbose else plan_text.text(alone)
+    document = {"command": "plan", **document}
     give_out(document, as_json=settings.json, text=[text], report=settings.report)
 
 

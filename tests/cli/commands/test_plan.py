@@ -16,6 +16,7 @@ from tests.cli.tools import ASKED, Cli
 from tests.processes import Done, needs_libtpu, run_python
 from tpuport.cli.asked import environment
 from tpuport.cli.runs import planning
+from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.dump_folder import check_dump
@@ -200,6 +201,68 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
         ]
 
 
+@needs_libtpu
+@pytest.mark.aot
+def test_one_process_plans_for_several_chips(folder: Path, tmp_path: Path) -> None:
+    asked = ("--topology", "v5e-4,v6e-4", "--stage", "encode", "--price", "v5e=1,v6e=3")
+    given = ("--weights", str(folder), *ASKED, *asked, "--deadline", "60s")
+    done = plan(tmp_path, *given, "--report", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads((tmp_path / "report.json").read_text())
+    slices = {one["topology"]: one for one in document["slices"]}
+    assert {n: one["plan"]["chip"]["name"] for n, one in slices.items()} == {
+        "v5e-4": "v5e",
+        "v6e-4": "v6e",
+    }
+    for one in slices.values():
+        assert one["fits"]
+        assert one["seconds_per_video"] == one["plan"]["run_seconds"] > 0
+        hours = one["seconds_per_video"] / 3600
+        assert one["cost_per_video"] == one["price_per_chip_hour"] * 4 * hours
+    assert document["cheapest"] == min(
+        slices, key=lambda n: slices[n]["cost_per_video"]
+    )
+
+
+def test_slices_are_compared_by_a_line_each(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    seconds = {"v5e-8": 50.0, "v6e-8": 20.0, "v5p-8": 70.0}
+    stages: list[Any] = []
+
+    def made(settings: Any, topology: Any, asked: Any, **more: Any) -> Any:
+        stages.append(asked)
+        return SimpleNamespace(
+            seconds=seconds[topology.name],
+            seconds_per_step=1.0,
+            fits=topology.name != "v5p-8",
+            hbm_bytes=3 << 30,
+            chip=chip(topology.chip),
+            as_dict=dict,
+        )
+
+    monkeypatch.setattr(environment, "check_libtpu", lambda topology: None)
+    monkeypatch.setattr(planning, "plan_run", made)
+    asked = ("--weights", str(folder), "--topology", ",".join(seconds))
+    ran = cli("plan", *asked, "--price", "v5e=1,v5p=4", "--price", "v6e=3")
+    assert ran.code == 0, ran.err
+    assert stages == [["encode", "denoise", "decode"]] * 3
+    assert [" ".join(line.split()) for line in ran.out.splitlines()] == [
+        "slice chips HBM of a device a step a video cost",
+        "v5e-8 8 3.00 GiB of 15.75 GiB 1.000 s 50.000 s 0.111",
+        "v6e-8 8 3.00 GiB of 31.25 GiB 1.000 s 20.000 s 0.133",
+        "v5p-8 4 does not fit: 3.00 GiB of 95.74 GiB - - -",
+        "the fastest: v6e-8",
+        "the cheapest: v5e-8",
+    ]
+    ran = cli("plan", *asked, "--deadline", "10s", "--stage", "denoise", "--json")
+    assert ran.json["fastest"] is None
+    assert ran.json["stages"] == ["denoise"]
+    assert ran.json["slices"][0]["seconds_per_video"] == 50.0
+    ran = cli("plan", *asked, "--batch", "2", "--json")
+    assert ran.json["slices"][0]["seconds_per_video"] == 25.0
+
+
 def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:
     Path("p.yaml").write_text("topology: v6e-8\nstage: sing\n")
     ran = cli("plan", "--config", "p.yaml")
@@ -232,6 +295,11 @@ def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:
         ((), "--topology"),
         (("--topology", "v6e-8", "--dump", __file__), "test_plan.py is not a folder"),
         (("--topology", "v6e-8", "--dump", str(ROOT / "docs")), "no earlier --dump wr"),
+        (("--topology", "v6e-8,v6e-7"), "unknown TPU topology 'v6e-7'"),
+        (("--topology", "v6e-8,v5e-4", "--mesh", "sp=8"), "needs 8 devices, there are"),
+        (("--topology", "v6e-8,v5e-4", "--dump", "dump"), "--dump is of one slice"),
+        (("--topology", "v6e-8", "--price", "v5e=1"), "no slice of v5e"),
+        (("--topology", "v6e-8", "--deadline", "60"), "no time such as 60s or 2m"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
