@@ -37,6 +37,8 @@ TOLERANCES: dict[str, float] = {
     "component float32": 1e-5,
     # Whole videos in [0, 1] and their latents, from the seed, float32.
     "video float32": 1e-4,
+    # A LoRA in a weight against upstream's fuse_lora, float32.
+    "fused weight": 1e-5,
     # Eight devices against one, float32.
     "mesh float32": 1e-5,
 }

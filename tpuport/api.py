@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
+from tpuport.core.spec.lora_choice import LoraChoice
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import UsageError, did_you_mean
 from tpuport.targets import (
     claimed_target,
     executables_for,
+    matched_loras,
     module_target,
     place_for_port,
 )
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 
 #: The settings that :func:`port` takes.
-_HOW = frozenset({"attention", "sharding", "blocks", "vae", "cache_dir", "executables"})
+_HOW = frozenset(
+    ("attention", "sharding", "blocks", "vae", "lora", "cache_dir", "executables")
+)
 
 
 def port(
@@ -53,8 +57,10 @@ def port(
         reporter: told what happens, in place of that.
         how: ``attention``, ``sharding``, ``blocks`` and ``vae``, fields of
             :class:`~tpuport.core.spec.run_settings.RunSettings`; ``cache_dir``, where
-            compiled programs are kept (without it none are); and ``executables``, for
-            a pipeline: a folder that ``tpuport compile`` wrote.
+            compiled programs are kept (without it none are); and for a pipeline
+            ``executables``, a folder that ``tpuport compile`` wrote, and ``lora``, a
+            file or hub id such as ``"fox.safetensors:0.8"``, or several, which are
+            fused into the pipeline's own weights and stay there.
 
     Returns:
         For a pipeline, that very pipeline; :func:`unport` gives upstream's back. For a
@@ -66,6 +72,7 @@ def port(
             keyword is for the other kind of target or for a plugin that there is not.
         ShardingError: the plugin's rules do not fit the module's weights and the mesh.
         MeshError: the mesh does not fit the devices or the heads.
+        WeightsError: a LoRA's file is damaged, or could not be fetched.
     """
     import torch
 
@@ -83,6 +90,8 @@ def port(
     settings = RunSettings.read({"mesh": mesh, **how})
     if is_module and settings.executables is not None:
         raise UsageError("executables: is for a pipeline; compile writes no module's")
+    if is_module and settings.lora:
+        raise UsageError("lora: is for a pipeline; load it into the module by upstream")
     if reporter is None:
         reporter = Display() if progress else Reporter()
     placed = place_for_port(settings.mesh, reporter)
@@ -94,7 +103,19 @@ def port(
     built = executables_for(pipeline, placed, settings, reporter)
     if built is not None:
         built.check_modules(target.components)
+    if settings.lora:
+        _fuse(target, settings.lora, reporter)
     return port_pipeline(target, replace(wanted, built=built), on_host, reporter)
+
+
+def _fuse(pipeline: Any, choices: Sequence[LoraChoice], reporter: Reporter) -> None:
+    """Add LoRAs to the weights of a pipeline that is not ported."""
+    from tpuport.core.pipelines.loras import Lora, fuse
+    from tpuport.core.seam.ported import modules_of
+
+    found = [Lora.find(choice, reporter) for choice in choices]
+    modules = modules_of(pipeline)
+    fuse(matched_loras(type(pipeline), modules, found, reporter), modules)
 
 
 def _check_kind(

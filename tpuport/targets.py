@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
+    from tpuport.core.pipelines.loras import Lora
     from tpuport.core.programs.built_folder import BuiltFolder
     from tpuport.core.seam.target import Target
 
@@ -81,6 +82,26 @@ def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
         cache=folder and folder / XLA_FOLDER,
         in_parts=settings.sharding == GATHERED,
     )
+
+
+def matched_loras(
+    kind: Any,
+    modules: Mapping[str, torch.nn.Module],
+    loras: Sequence[Lora],
+    reporter: Reporter,
+) -> tuple[Lora, ...]:
+    """LoRAs matched with the modules of a pipeline's class; no weight is read.
+
+    Args:
+        reporter: told of keys that upstream leaves out.
+
+    Raises:
+        UsageError: a key fits no weight.
+        WeightsError: a file is damaged.
+    """
+    plugin = plugin_for(kind.__name__)
+    names = {} if plugin is None else plugin.lora_names
+    return tuple(lora.matched(kind, modules, names, reporter) for lora in loras)
 
 
 def executables_for(

@@ -139,9 +139,8 @@ class Settings(RunSettings, Asked):
 
     def inputs(self) -> list[Path]:
         """The files and folders that the command reads, so that no output is one."""
-        files = [
-            Path(f).expanduser() for f in (self.image, self.video, self.latents) if f
-        ]
+        named = (self.image, self.video, self.latents, *(o.name for o in self.lora))
+        files = [Path(f).expanduser() for f in named if f]
         if self.run_dir is not None:
             files.append(self.run_dir / RUN_FILE)
         weights = Path(self.weights or DEMO).expanduser()

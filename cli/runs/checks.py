@@ -30,6 +30,7 @@ from tpuport.core.pipelines.call_arguments import default_of
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.pipeline_plan import rehearsed
 from tpuport.core.reports import Reporter, bytes_text
+from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.weights.absent_packages import absent_of
@@ -309,6 +310,15 @@ class PipelineCall:
                     f"warning: a prompt has at least {count} tokens, and "
                     f"{type(pipeline).__name__} reads the first {limit}"
                 )
+
+    def match_loras(self) -> None:
+        """Refuse a LoRA that does not fit the pipeline, before weights are read."""
+        folder = self.folder
+        if not folder.loras:
+            return
+        given = (folder.pipeline_class, modules_of(self.bare()), folder.loras)
+        found = targets.matched_loras(*given, self.reporter)
+        self.folder = replace(folder, loras=found)
 
     def placed_here(self) -> PlacedMesh:
         """The mesh asked for on this machine's devices."""

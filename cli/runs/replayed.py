@@ -12,9 +12,11 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.video_run import Again, VideoRun, find
 from tpuport.cli.shown.output import print_summary, say
 from tpuport.core.files.fingerprint import hash_output, versions
+from tpuport.core.files.sealed_json import show
 from tpuport.core.pipelines import sidecar
 from tpuport.core.pipelines.sidecar import Sidecar
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, plural
+from tpuport.core.spec.lora_choice import LoraChoice
 from tpuport.core.spec.run_settings import typed
 from tpuport.errors import ArtifactError, AttentionError, UsageError, WeightsError
 
@@ -94,6 +96,10 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
     """The settings of a recorded run; where the user gave some, those."""
     request = recorded["request"]
     given = {**request["flags"], **recorded["how"], "options": request["options"]}
+    loras = recorded["weights"].get("loras", [])
+    fused = [LoraChoice(one["source"], one["scale"], one["component"]) for one in loras]
+    if not asked.lora:
+        given["lora"] = fused
     try:
         read = typed(Settings, given)
     except (UsageError, AttentionError) as error:
@@ -125,11 +131,30 @@ def _check_same(file: Path, recorded: Sidecar, run: VideoRun) -> None:
                 f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
                 "checkpoint with --weights"
             )
+    _check_loras(file, recorded, run)
     if run.inputs != recorded["inputs"]:
         differing = set(run.inputs.items()) ^ set(recorded["inputs"].items())
         raise ArtifactError(
             f"{sorted(differing)[0][0]}: is not the file that {file} records"
         )
+
+
+def _check_loras(file: Path, recorded: Sidecar, run: VideoRun) -> None:
+    """Refuse other LoRAs than the recorded ones, wherever their files are now."""
+    wanted = recorded["weights"].get("loras", [])
+    found = [lora.as_dict() for lora in run.folder.loras]
+    if len(found) != len(wanted):
+        raise UsageError(
+            f"--lora: {file} was made with {plural(len(wanted), 'LoRA')}; name as many"
+        )
+    for now, then in zip(found, wanted, strict=True):
+        for key in ("sha256", "scale", "component"):
+            if now[key] != then[key]:
+                shown = show(then[key])[:18], show(now[key])[:18]
+                raise WeightsError(
+                    f"LoRA {now['source']}: is not what {file} was made with (recorded "
+                    f"{key} {shown[0]}, found {shown[1]}); name the same with --lora"
+                )
 
 
 def _changes(recorded: Sidecar) -> str:

@@ -23,7 +23,7 @@ from tpuport.core.files.run_lock import holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.pipelines.folder import PipelineFolder
-from tpuport.core.reports import Reporter, RunReport
+from tpuport.core.reports import Reporter, RunReport, plural
 from tpuport.core.spec.run_settings import Asked, typed
 from tpuport.errors import ArtifactError, AttentionError, UsageError, WriteError
 
@@ -165,12 +165,20 @@ def _record(run: VideoRun, out: str = "") -> Record:
     return {
         "pipeline": run.folder.class_name,
         "source": checkpoint.reference,
-        "weights": checkpoint.fingerprints(there),
+        "weights": {**checkpoint.fingerprints(there), **_loras(run)},
         "asked": _plain(run),
         "inputs": {_absolute(name): digest for name, digest in run.inputs.items()},
         "versions": versions(),
         "videos": len(run.together()),
         "out": out and str(Path(out).absolute()) + "/" * out.endswith("/"),
+    }
+
+
+def _loras(run: VideoRun) -> dict[str, str]:
+    """What is fused into the weights, by its number: wherever the files are."""
+    return {
+        f"lora {number}": f"{lora.sha256} scale {lora.choice.scale!r}"
+        for number, lora in enumerate(run.folder.loras, 1)
     }
 
 
@@ -214,6 +222,8 @@ def _plain(run: VideoRun) -> dict[str, Any]:
 
     values = {name: getattr(settings, name) for name in known - {"mesh"}}
     asked = {n: plain(v) for n, v in values.items() if v not in (None, (), {})}
+    if run.folder.loras:
+        asked["lora"] = [str(lora.choice) for lora in run.folder.loras]
     return {**asked, "mesh": run.how["mesh"]}
 
 
@@ -234,6 +244,13 @@ def _asked_again(kept: PipelineRun, settings: Settings, *, resumes: bool) -> Set
         asked |= kept.how
     else:
         asked = {name: v for name, v in asked.items() if name not in _OF_A_STAGE}
+    if settings.lora:  # where the files are now; what they hold is compared
+        if len(settings.lora) != len(asked.get("lora", ())):
+            raise UsageError(
+                f"--lora: {kept.path} was begun with "
+                f"{plural(len(asked.get('lora', ())), 'LoRA')}; name as many"
+            )
+        asked["lora"] = list(settings.lora)
     try:
         given = typed(Settings, {n: _with_inputs(kept, v) for n, v in asked.items()})
     except (UsageError, AttentionError) as error:

@@ -53,6 +53,7 @@ from tpuport.core.pipelines.call_arguments import (
     media_of,
 )
 from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.pipelines.loras import Lora
 from tpuport.core.reports import (
     Reporter,
     RunReport,
@@ -84,7 +85,10 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     if plugin is not None and (given := media_of(settings)):
         folder = folder.taking(plugin, given, reporter)
     folder = replace(
-        folder, guidance=settings.guidance_scale, tiling=settings.vae_tiling
+        folder,
+        guidance=settings.guidance_scale,
+        tiling=settings.vae_tiling,
+        loras=tuple(Lora.find(choice, reporter) for choice in settings.lora),
     )
     scheduler = settings.options.get(SCHEDULER)
     if scheduler is None or SCHEDULER in folder.parameters:
@@ -180,6 +184,7 @@ class VideoRun(PipelineCall):
         if not call.by_upstream:
             call.target(placed, Reporter())  # refuses a layout that is none
         call.settle_dtype(placed)
+        call.match_loras()
         call.settle(cache_dir=cache_folder(settings.cache_dir))
         call.settle_batch(placed)
         call.check_host_memory()
@@ -460,6 +465,7 @@ class VideoRun(PipelineCall):
             "weights": {
                 "source": checkpoint.reference,
                 "fingerprints": checkpoint.fingerprints(self.folder.components()),
+                "loras": [lora.as_dict() for lora in self.folder.loras],
             },
             "request": {
                 "prompts": [prompt for prompt, _ in videos],

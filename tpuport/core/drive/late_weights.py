@@ -12,6 +12,7 @@ from safetensors import safe_open
 from tpuport.core.drive.rehearsal import without_weights
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
+from tpuport.core.seam.ported import modules_of
 from tpuport.errors import WeightsError
 
 
@@ -30,11 +31,7 @@ class LateWeights:
     ) -> None:
         self._folder, self._dtype, self._reporter = folder, dtype, reporter
         self.pipeline = without_weights(folder, dtype, float("nan"))
-        self._waiting = {
-            name: component
-            for name, component in self.pipeline.components.items()
-            if isinstance(component, torch.nn.Module)
-        }
+        self._waiting = modules_of(self.pipeline)
         for name, component in self._waiting.items():
             _read_buffers(folder, name, component)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import transformers
 from tpuport.core.arrays import all_finite
 from tpuport.core.enums import Tiling, denoises
 from tpuport.core.files.atomic import one_line
+from tpuport.core.pipelines.loras import Lora, fuse
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.absent_packages import absent_packages, needs_of
 from tpuport.core.weights.checkpoint import (
@@ -70,6 +71,7 @@ class PipelineFolder:
         tiling: whether autoencoders work in tiles; ``None`` is as upstream has it.
         scheduler: a class in place of the checkpoint's scheduler, made from its config;
             empty for the checkpoint's own.
+        loras: fused into the weights as they are loaded.
     """
 
     folder: Path
@@ -79,6 +81,7 @@ class PipelineFolder:
     guidance: float | None = None
     tiling: Tiling | None = None
     scheduler: str = ""
+    loras: tuple[Lora, ...] = field(default=(), compare=False)
 
     @classmethod
     def find(cls, weights: str | Path, reporter: Reporter) -> PipelineFolder:
@@ -384,9 +387,14 @@ class PipelineFolder:
         self.check_components()
         with reporter.timed(f"loading {self.class_name}"), self._loading("", dtype):
             pipeline = self._loaded(dtype)
-        for name, component in pipeline.components.items():
-            if isinstance(component, torch.nn.Module):
-                self._check_tensors(name, component)
+        parts = pipeline.components.items()
+        modules = {n: one for n, one in parts if isinstance(one, torch.nn.Module)}
+        named = [one.file.name for one in self.loras]
+        told = f"fusing {', '.join(named)}"
+        with reporter.timed(told) if named else contextlib.nullcontext():
+            fuse(self.loras, modules)
+        for name, component in modules.items():
+            self._check_tensors(name, component)
         return self.adjusted(pipeline)
 
     def adjusted(self, pipeline: Any) -> Any:
@@ -449,6 +457,7 @@ class PipelineFolder:
         self.checkpoint.weight_files(name)
         with self._loading(name, dtype):
             found: torch.nn.Module = self.part(name, dtype)
+        fuse(self.loras, {name: found})
         self._check_tensors(name, found)
         return found
 

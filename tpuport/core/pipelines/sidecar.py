@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from typing_extensions import TypedDict
@@ -14,11 +14,21 @@ from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.typed import checked
 
 
+class FusedLora(TypedDict):
+    """A LoRA in the weights: its file or hub id, and the sha256 of the file."""
+
+    source: str
+    scale: float
+    component: str
+    sha256: str
+
+
 class Weights(TypedDict):
     """Where the weights came from, and their fingerprints by component."""
 
     source: str
     fingerprints: dict[str, str]
+    loras: NotRequired[list[FusedLora]]
 
 
 class Request(TypedDict):

@@ -18,6 +18,7 @@ from tpuport.core.files import sources
 from tpuport.core.files.run_record import CheckpointEvery
 from tpuport.core.files.typed import read_text
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.spec.lora_choice import LoraChoice
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.errors import UsageError
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -73,6 +74,19 @@ def texts(value: Any) -> tuple[str, ...]:
     """One string or several."""
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(text(item) for item in values)
+
+
+def loras(value: Any) -> tuple[LoraChoice, ...]:
+    """One LoRA or several, each as :meth:`LoraChoice.parse`."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(
+        one if isinstance(one, LoraChoice) else LoraChoice.parse(_path_text(one))
+        for one in values
+    )
+
+
+def _path_text(value: Any) -> str:
+    return str(value) if isinstance(value, Path) else text(value)
 
 
 def integer(value: Any) -> int:

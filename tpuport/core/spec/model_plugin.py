@@ -212,6 +212,10 @@ class ModelPlugin:
         overrides: of torch operators, beside the standard ones.
         variants: published checkpoints by name; the first is the default.
         title: for people.
+        lora_names: the names that the model's original code has for the layers of its
+            denoiser, ``{}`` for the number of a block -> those of diffusers; several
+            for a layer that diffusers has in parts. Read where upstream's pipeline has
+            no loader of LoRAs, or does not know the spelling.
         suits: ``suits(pipeline, config)``: whether a claimed class can run a
             transformer of a config. Of the classes that can, the one runs whose call
             takes the image or video that is given.
@@ -227,6 +231,7 @@ class ModelPlugin:
     overrides: Named[tuple[OpOverride, ...]] = Named((), made=True, kind="OpOverride")
     variants: Mapping[str, Published] = field(default_factory=dict)
     title: str = ""
+    lora_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     suits: Callable[[str, Mapping[str, Any]], bool] = lambda pipeline, config: True
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
+from tpuport.core.spec.lora_choice import LoraChoice
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
 from tpuport.errors import UsageError, quoted
@@ -100,7 +101,7 @@ class Setting:
 
 
 #: The kinds of one value or several.
-_SEVERAL = (kinds.texts, kinds.seeds, kinds.options, kinds.stages)
+_SEVERAL = (kinds.texts, kinds.seeds, kinds.options, kinds.stages, kinds.loras)
 #: Kind -> what the parser of the command line makes of a text, where that is no text.
 _TAKES: dict[kinds.Kind, Any] = {
     kinds.positive: int,
@@ -261,6 +262,7 @@ class RunSettings:
 
     Attributes:
         weights: a hub id, or a folder in the diffusers layout.
+        lora: fused into the weights one after the other, each as its text says.
         mesh: also a mapping, or (dp, sp, tp).
         dtype: also torch's, jax's or NumPy's own.
         compile_cache: keep compiled programs in ``cache_dir``.
@@ -285,6 +287,14 @@ class RunSettings:
         "--weights ID|FOLDER",
         "Hub id or folder, of any pipeline of diffusers.",
         commands="GENDRSPCBHW",
+    )
+    lora: tuple[LoraChoice, ...] = setting(
+        kinds.loras,
+        "--lora FILE|ID[:SCALE]",
+        "Add a LoRA to the weights; may be repeated.",
+        default=(),
+        commands="GENDRSB",
+        panel=WHAT,
     )
     mesh: MeshSpec | None = how(
         kinds.mesh,

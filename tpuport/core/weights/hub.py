@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,63 @@ from tpuport.core.reports import Reporter
 from tpuport.errors import HubError
 
 
-def fetch(repo_id: str, patterns: Sequence[str], reporter: Reporter) -> Path:
+def fetch(
+    repo_id: str, patterns: Sequence[str], reporter: Reporter, flag: str = "--weights"
+) -> Path:
     """The files of a hub id whose names match ``patterns``, as a folder.
 
     Args:
         reporter: told of the files and the bytes that have come.
+        flag: that takes a folder of this machine in place of the hub id.
 
     Raises:
         HubError: the hub cannot be reached or has no such checkpoint.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    with _explained(repo_id, flag), reporter.timed(f"downloading {repo_id}"):
+        folder = snapshot_download(
+            repo_id,
+            allow_patterns=list(patterns),
+            tqdm_class=_bars(repo_id, reporter),
+        )
+    return Path(folder)
+
+
+def file_names(repo_id: str, flag: str) -> list[str]:
+    """The files of a hub id; without the hub those that are in its cache.
+
+    Args:
+        flag: as of :func:`fetch`.
+
+    Raises:
+        HubError: as of :func:`fetch`.
+    """
+    from huggingface_hub import constants, list_repo_files, snapshot_download
+
+    with _explained(repo_id, flag):
+        if not constants.HF_HUB_OFFLINE:
+            return list(list_repo_files(repo_id))
+        folder = Path(snapshot_download(repo_id))
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return sorted(path.relative_to(folder).as_posix() for path in files)
+
+
+@contextlib.contextmanager
+def _explained(repo_id: str, flag: str) -> Iterator[None]:
+    """What the hub's client raises, as one line."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        with reporter.timed(f"downloading {repo_id}"):
-            folder = snapshot_download(
-                repo_id,
-                allow_patterns=list(patterns),
-                tqdm_class=_bars(repo_id, reporter),
-            )
+        yield
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set: unset it"
         if not constants.HF_HUB_OFFLINE:
             why = "check the network"
         raise HubError(
             f"hub id {repo_id!r} is not in the cache and the hub cannot be reached; "
-            f"{why}, or download it elsewhere and pass the folder to --weights"
+            f"{why}, or download it elsewhere and pass the folder to {flag}"
         ) from error
     except Exception as error:
         # Anything else that the hub client raises (authorisation, no such id) ends
@@ -45,9 +77,8 @@ def fetch(repo_id: str, patterns: Sequence[str], reporter: Reporter) -> Path:
         reason = one_line(error).partition(". ")[0][:120]
         raise HubError(
             f"hub id {repo_id!r} could not be fetched ({type(error).__name__}: "
-            f"{reason}). Check the name, or pass a folder to --weights"
+            f"{reason}). Check the name, or pass a folder to {flag}"
         ) from error
-    return Path(folder)
 
 
 def _bars(repo_id: str, reporter: Reporter) -> Any:

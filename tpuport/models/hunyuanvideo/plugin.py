@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpuport.models.hunyuanvideo.lora_names import LORA_NAMES
 from tpuport.models.hunyuanvideo.sharding import layout, layouts
 from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
 
@@ -71,6 +72,7 @@ PLUGIN = ModelPlugin(
     },
     patches=f"{HERE}.patches:PATCHES",
     variants=VARIANTS,
+    lora_names=LORA_NAMES,
 )
 
 

@@ -1,0 +1,112 @@
+"""``--lora``: in the video, in the sidecar, and in the runs that go on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.runs.test_video_run import CALL, drawn, pixels, upstreams
+from tests.cli.tools import ASKED, UPSTREAM, Cli
+from tpuport.core.files.sealed_json import read_sidecar
+
+
+@pytest.fixture
+def lora(cli: Cli, folder: Path) -> Path:
+    """A LoRA for all attention of the small pipeline."""
+    return write_lora(folder, seed=1)
+
+
+def write_lora(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    tensors = {}
+    for path, layer in upstreams(folder).transformer.named_modules():
+        if path.endswith(("to_q", "to_v", "to_out.0")):
+            rows, columns = layer.weight.shape
+            tensors[f"transformer.{path}.lora_A.weight"] = torch.randn(2, columns)
+            tensors[f"transformer.{path}.lora_B.weight"] = torch.randn(rows, 2)
+    save_file(tensors, "fox.safetensors")
+    return Path("fox.safetensors").absolute()
+
+
+def test_a_lora_makes_upstreams_video_and_no_new_program(
+    cli: Cli, folder: Path, lora: Path
+) -> None:
+    """From YAML, of two files and scales: the programs are those without a LoRA."""
+    asked = ("generate", "--weights", folder, *ASKED, "--guidance", "1", "--json")
+    cli.good(*asked, "--out", "plain/")
+    Path("run.yaml").write_text(f"lora: ['{lora}:0.5', '{lora.parent}:0.25']\n")
+    ran = cli.good(*asked, "--config", "run.yaml", "--out", "fused/").json
+    made = [p for stage in ran["report"]["stages"] for p in stage["compiles"]]
+    assert made and all(program["cached"] for program in made)
+    upstream = upstreams(folder)
+    upstream.load_lora_weights(str(lora))
+    upstream.fuse_lora(lora_scale=0.75)
+    given = {**CALL, "guidance_scale": 1.0}
+    frames = upstream(**given, generator=drawn(0)).frames[0]
+    assert np.abs(pixels("fused") - np.rint(frames * 255)).max() <= 1
+    assert np.abs(pixels("fused") - pixels("plain")).max() > 1
+
+
+def test_a_replay_fuses_the_recorded_file(cli: Cli, folder: Path, lora: Path) -> None:
+    asked = ("generate", "--weights", folder, *UPSTREAM, "--lora", f"{lora}:0.5")
+    cli.good(*asked, "--out", "fox.gif")
+    digest = hashlib.sha256(lora.read_bytes()).hexdigest()
+    recorded: dict[str, Any] = read_sidecar(Path("fox.gif.json"))
+    assert recorded["weights"]["loras"] == [
+        {"source": str(lora), "scale": 0.5, "component": "", "sha256": digest}
+    ]
+    assert "the same frames as" in cli.good("replay", "fox.gif").last
+    moved = lora.rename("elsewhere.safetensors")
+    cli.refused(f"LoRA {lora} does not exist", "replay", "fox.gif")
+    cli.good("replay", "fox.gif", "--lora", f"{moved}:0.5")
+    told = "recorded scale 0.5, found 1.0"
+    cli.refused(told, "replay", "fox.gif", "--lora", moved, code=1)
+    write_lora(folder, seed=2)
+    ran = cli.refused("is not what fox.gif.json was made", "replay", "fox.gif", code=1)
+    assert "loading" not in ran.err
+
+
+def test_stages_fuse_the_same_lora(cli: Cli, folder: Path, lora: Path) -> None:
+    asked = ("--weights", folder, *UPSTREAM, "--lora", f"{lora}:0.5")
+    plain = ("--backend", "diffusers", "--run-dir", "run")
+    cli.good("generate", *asked, "--out", "one.gif")
+    cli.good("encode", *asked, "--run-dir", "run")
+    good = lora.read_bytes()
+    write_lora(folder, seed=2)
+    cli.refused("weights.lora 1 is", "denoise", *plain, code=1)
+    moved = Path("elsewhere.safetensors")
+    moved.write_bytes(good)
+    cli.good("denoise", *plain, "--lora", f"{moved}:0.5")
+    lora.write_bytes(good)
+    cli.good("decode", *plain, "--out", "two.gif")
+    assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
+
+
+def test_what_cannot_be_is_refused_before_weights_are_read(
+    cli: Cli, folder: Path, lora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"nowhere.lora_A.weight": torch.ones(2, 2)}, "wrong.safetensors")
+    asked = ("generate", "--weights", folder, *UPSTREAM, "--lora")
+    for name, said in (
+        (
+            "wrong.safetensors",
+            "1 of 1 key fit no weight of WanPipeline: nowhere.lora_A",
+        ),
+        ("none.safetensors", "LoRA none.safetensors does not exist"),
+        (f"{lora}:much", "'much' is neither a scale nor a component"),
+        ("a:b:c", "is no LoRA with a scale"),
+    ):
+        assert "loading" not in cli.refused(said, *asked, name).err
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        *(importlib.util, "find_spec"),
+        lambda name, *more: None if name == "peft" else find(name, *more),
+    )
+    cli.refused("pip install 'tpuport[lora]'", *asked, lora)
