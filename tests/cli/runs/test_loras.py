@@ -44,7 +44,8 @@ def test_a_lora_makes_upstreams_video_and_no_new_program(
     Path("run.yaml").write_text(f"lora: ['{lora}:0.5', '{lora.parent}:0.25']\n")
     ran = cli.good(*asked, "--config", "run.yaml", "--out", "fused/").json
     made = [p for stage in ran["report"]["stages"] for p in stage["compiles"]]
-    assert made and all(program["cached"] for program in made)
+    assert made
+    assert all(program["cached"] for program in made)
     upstream = upstreams(folder)
     upstream.load_lora_weights(str(lora))
     upstream.fuse_lora(lora_scale=0.75)

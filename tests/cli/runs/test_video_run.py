@@ -40,6 +40,13 @@ CALL = {
 }
 
 
+#: A scheduler as LoRAs of few steps need it.
+FEW_STEPS = (
+    "UniPCMultistepScheduler:use_flow_sigmas=true,prediction_type=flow_prediction,"
+    "flow_shift=5.5"
+)
+
+
 def drawn(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
@@ -84,7 +91,7 @@ def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> Non
     save_file({"noise": noise}, "noise.safetensors")
     ran = cli.good(
         *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
-        *("--latents", "noise.safetensors", "-o", "scheduler=UniPCMultistepScheduler"),
+        *("--latents", "noise.safetensors", "-o", f"scheduler={FEW_STEPS}"),
         *("--encode-on", "host", "--vae-tiling", "on", "--out", "frames/"),
     )
     document = ran.json
@@ -92,7 +99,10 @@ def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> Non
     upstream = upstreams(folder)
     upstream.vae.enable_tiling()
     upstream.scheduler = diffusers.UniPCMultistepScheduler.from_config(
-        upstream.scheduler.config
+        upstream.scheduler.config,
+        use_flow_sigmas=True,
+        prediction_type="flow_prediction",
+        flow_shift=5.5,
     )
     frames = upstream(**CALL, latents=noise[1:]).frames[0]
     place = document["videos"][1]["path"]
@@ -131,6 +141,10 @@ WRONG = {
     "a scheduler": (
         ("--option", "scheduler=clock"),
         "takes FlowMatchEulerDiscreteScheduler",
+    ),
+    "a scheduler's value": (
+        ("--option", "scheduler=checkpoint:shft=3"),
+        "'shft=3' is no NAME=VALUE of FlowMatchEulerDiscreteScheduler's config; did",
     ),
     "no component": (
         ("--on-host", "x"),

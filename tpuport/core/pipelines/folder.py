@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -71,6 +72,7 @@ class PipelineFolder:
         tiling: whether autoencoders work in tiles; ``None`` is as upstream has it.
         scheduler: a class in place of the checkpoint's scheduler, made from its config;
             empty for the checkpoint's own.
+        scheduler_options: in place of values of that config.
         loras: fused into the weights as they are loaded.
     """
 
@@ -81,6 +83,7 @@ class PipelineFolder:
     guidance: float | None = None
     tiling: Tiling | None = None
     scheduler: str = ""
+    scheduler_options: Mapping[str, Any] = field(default_factory=dict)
     loras: tuple[Lora, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -415,21 +418,47 @@ class PipelineFolder:
         if self.scheduler:
             config = pipeline.scheduler.config
             kind = getattr(diffusers, self.scheduler)
-            pipeline.register_modules(scheduler=kind.from_config(config))
+            made = kind.from_config(config, **self.scheduler_options)
+            pipeline.register_modules(scheduler=made)
         return pipeline
 
-    def with_scheduler(self, name: str) -> PipelineFolder:
+    def with_scheduler(self, text: str) -> PipelineFolder:
         """The folder with another scheduler.
 
         Args:
-            name: of a class of diffusers, or a part of the name of a class that the
+            text: a class of diffusers, or a part of the name of a class that the
                 pipeline is known to take, such as ``ddim``; ``checkpoint`` for its own.
+                Values of the scheduler's config may follow: ``unipc:flow_shift=3``.
 
         Raises:
-            UsageError: there is no such scheduler.
+            UsageError: there is no such scheduler, or no such value in its config.
         """
+        name, colon, rest = text.partition(":")
+        if not colon:
+            return replace(self, scheduler=self._scheduler_class(name))
+        found = self._scheduler_class(name)
+        if not found:
+            found = self.components().get("scheduler", ["", ""])[1]
+        kind: Any = getattr(diffusers, found, None)
+        known = (
+            [] if kind is None else [*inspect.signature(kind.__init__).parameters][1:]
+        )
+        options: dict[str, Any] = {}
+        for item in rest.split(","):
+            key, equals, value = (part.strip() for part in item.partition("="))
+            if not equals or key not in known:
+                hint = did_you_mean(key, known, f"it has {', '.join(known) or 'none'}")
+                raise UsageError(
+                    f"scheduler={text}: {quoted(item)} is no NAME=VALUE of {found}'s "
+                    f"config; {hint}"
+                )
+            options[key] = _value(value)
+        return replace(self, scheduler=found, scheduler_options=options)
+
+    def _scheduler_class(self, name: str) -> str:
+        """The class of a name; empty for the checkpoint's own."""
         if name == "checkpoint":
-            return replace(self, scheduler="")
+            return ""
         own = self.components().get("scheduler")
         hints: dict[str, Any] = {}
         if self.blocks is None:
@@ -446,7 +475,7 @@ class PipelineFolder:
                 f"scheduler={name}: {self.class_name} takes "
                 f"{', '.join(known) or 'no other scheduler'}"
             )
-        return replace(self, scheduler=found[0])
+        return str(found[0])
 
     def load_component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         """One component with its weights, on the CPU.
@@ -518,6 +547,14 @@ class PipelineFolder:
         for missing in sorted(told["missing_keys"]):
             raise self._no_weight(name, missing, found)
         return made
+
+
+def _value(text: str) -> Any:
+    """A number, true, false or null; else the text."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
 
 
 def library_named(name: str) -> Any:
