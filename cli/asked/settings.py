@@ -74,7 +74,7 @@ class Settings(RunSettings, Asked):
     run_dir: Path | None = setting(
         kinds.path,
         "--run-dir FOLDER",
-        "Keep the files of the stages here, and reuse finished ones.",
+        "Keep the stages here, and reuse finished ones.",
         commands="GEND",
         panel=FILES,
     )

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.utils import logging
+from diffusers import ModelMixin
+from diffusers.loaders import StableDiffusionXLLoraLoaderMixin
+from diffusers.loaders.peft import PeftAdapterMixin
+from diffusers.utils import convert_unet_state_dict_to_peft, logging
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -143,9 +146,7 @@ class Lora:
         """
         stored = self._read()
         component = self.choice.component
-        fit = {
-            name: m for name, m in modules.items() if hasattr(m, "load_lora_adapter")
-        }
+        fit = {name: m for name, m in modules.items() if isinstance(m, ModelMixin)}
         if component and component not in fit:
             known = f"{kind.__name__} has {', '.join(fit) or 'none'}"
             raise UsageError(
@@ -230,7 +231,7 @@ def _fuse(lora: Lora, name: str, part: _Part, module: Any) -> None:
     before = set(vars(module))
     asked = {n: p.requires_grad for n, p in module.named_parameters()}
     try:
-        with quiet():
+        with quiet(), _adaptable(module):
             module.load_lora_adapter(
                 part.state,
                 prefix=name,
@@ -251,6 +252,18 @@ def _fuse(lora: Lora, name: str, part: _Part, module: Any) -> None:
         delattr(module, added)
     for path, parameter in module.named_parameters():
         parameter.requires_grad_(asked[path])
+
+
+@contextlib.contextmanager
+def _adaptable(module: torch.nn.Module) -> Iterator[None]:
+    """Give a module upstream's methods for adapters; some classes lack them."""
+    kind: Any = type(module)
+    if not issubclass(kind, PeftAdapterMixin):
+        module.__class__ = type(kind.__name__, (kind, PeftAdapterMixin), {})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
 
 
 @contextlib.contextmanager
@@ -361,11 +374,9 @@ def _by_upstream(
     metadata: dict[str, Any] | None,
 ) -> _Matched:
     """The parts that upstream's loader makes of a file."""
-    from diffusers.utils import convert_unet_state_dict_to_peft
-
     how: dict[str, Any] = {}
-    if "unet" in modules:
-        how["unet_config"] = modules["unet"].config
+    if "unet" in modules and issubclass(kind, StableDiffusionXLLoraLoaderMixin):
+        how["unet_config"] = modules["unet"].config  # as its load_lora_weights does
     try:
         with quiet():
             traced = {key: _traced(key, tensor) for key, tensor in stored.items()}
