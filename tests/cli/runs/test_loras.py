@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
     for name, said in (
         (
             "wrong.safetensors",
-            "1 of 1 key fit no weight of WanPipeline: nowhere.lora_A",
+            "of 1 key, 1 fit no weight of WanPipeline: nowhere.lora_A",
         ),
         ("none.safetensors", "LoRA none.safetensors does not exist"),
         (f"{lora}:much", "'much' is neither a scale nor a component"),

@@ -256,7 +256,10 @@ def test_what_does_not_fit_is_refused_by_its_keys(tmp_path: Path) -> None:
     wrong = {f"transformer.nowhere.{n}.lora_A.weight": torch.ones(2, 4) for n in "abcd"}
     first = next(iter(tensors))
     for more, said in (
-        (wrong, r"4 of \d+ keys fit no weight of WanPipeline: transformer\.nowhere\.a"),
+        (
+            wrong,
+            r"of \d+ keys, 4 fit no weight of WanPipeline: transformer\.nowhere\.a",
+        ),
         (wrong, r"and 1 more"),
         ({first: torch.ones(2, 5)}, r"lora_A\.weight is 2x5, and 2x\d+ is needed"),
         ({first: tensors[first] * float("nan")}, "holds NaN"),

@@ -182,7 +182,7 @@ class Lora:
                 f"({one_line(error)})"
             ) from error
         for key, tensor in stored.items():
-            if not all_finite(tensor):
+            if not all_finite(tensor.float()):  # of eight bits, torch has no extremes
                 raise damaged(
                     f"LoRA {self.choice.name}: {key} holds NaN or infinite values"
                 )
@@ -198,8 +198,8 @@ class Lora:
             )
         wrong = found.unknown
         raise UsageError(
-            f"LoRA {self.choice.name}: {len(wrong) or 'no'} of {plural(count, 'key')} "
-            f"fit{'' if wrong else 's'} {'no' if wrong else 'a'} weight of "
+            f"LoRA {self.choice.name}: of {plural(count, 'key')}, "
+            f"{len(wrong) or 'none'} fit {'no' if wrong else 'a'} weight of "
             f"{kind.__name__}: {_some(wrong)}; name a LoRA for this model"
         )
 
@@ -335,8 +335,19 @@ def _settings_in(file: Path) -> dict[str, Any] | None:
     """The ``LoraConfig`` that ``save_lora_weights`` writes into the header."""
     from diffusers.utils.state_dict_utils import _load_sft_state_dict_metadata
 
-    found: dict[str, Any] | None = _load_sft_state_dict_metadata(str(file))
+    try:
+        found: dict[str, Any] | None = _load_sft_state_dict_metadata(str(file))
+    except ValueError as error:
+        raise damaged(
+            f"LoRA {file}: its header is no JSON: {one_line(error)}"
+        ) from error
     return found
+
+
+def _of(component: str, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The settings, if there are some for a component."""
+    known = any(key.startswith(f"{component}.") for key in metadata or ())
+    return metadata if known else None
 
 
 # --- by upstream's loader
@@ -386,7 +397,9 @@ def _by_upstream(
     except Exception:  # of a spelling that it does not know, whatever it raises
         return _Matched(unknown=list(stored))
     alphas = more[0] if len(more) > 1 else None
-    used = frozenset[str]().union(*(tensor.keys for tensor in state.values()))
+    used = frozenset[str]().union(
+        *(getattr(tensor, "keys", ()) for tensor in state.values())
+    )
     found = _Matched()
     for key in stored.keys() - used:
         if key.endswith((".diff", ".diff_b")):
@@ -412,7 +425,7 @@ def _by_upstream(
             own = convert_unet_state_dict_to_peft(own)
         _fit(named, modules[named], own, found)
         state = {f"{named}.{rest}": tensor for rest, tensor in own.items()}
-        found.parts[named] = _Part(state, alphas, metadata)
+        found.parts[named] = _Part(state, alphas, _of(named, metadata))
     return found
 
 
@@ -500,7 +513,9 @@ def _by_name(
     for named, state in states.items():
         _fit(named, modules[named], state, found)
         whole = {f"{named}.{rest}": tensor for rest, tensor in state.items()}
-        found.parts[named] = _Part(whole, None, None if scaled else metadata)
+        found.parts[named] = _Part(
+            whole, None, None if scaled else _of(named, metadata)
+        )
     return found
 
 
