@@ -109,10 +109,16 @@ def port(
 
 
 def _fuse(pipeline: Any, choices: Sequence[LoraChoice], reporter: Reporter) -> None:
-    """Add LoRAs to the weights of a pipeline that is not ported."""
-    from tpuport.core.pipelines.loras import Lora, fuse
-    from tpuport.core.seam.ported import modules_of
+    """Add LoRAs to the weights of a pipeline.
 
+    Raises:
+        UsageError: it is ported already.
+    """
+    from tpuport.core.pipelines.loras import Lora, fuse
+    from tpuport.core.seam.ported import is_ported, modules_of
+
+    if is_ported(pipeline):
+        raise UsageError("lora: the pipeline is ported; call tpuport.unport() first")
     found = [Lora.find(choice, reporter) for choice in choices]
     modules = modules_of(pipeline)
     fuse(matched_loras(type(pipeline), modules, found, reporter), modules)

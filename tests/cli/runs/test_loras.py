@@ -39,7 +39,8 @@ def test_a_lora_makes_upstreams_video_and_no_new_program(
     cli: Cli, folder: Path, lora: Path
 ) -> None:
     """From YAML, of two files and scales: the programs are those without a LoRA."""
-    asked = ("generate", "--weights", folder, *ASKED, "--guidance", "1", "--json")
+    hosts = ("--on-host", "text_encoder", "--on-host", "vae", "--guidance", "1")
+    asked = ("generate", "--weights", folder, *ASKED, *hosts, "--json")
     cli.good(*asked, "--out", "plain/")
     Path("run.yaml").write_text(f"lora: ['{lora}:0.5', '{lora.parent}:0.25']\n")
     ran = cli.good(*asked, "--config", "run.yaml", "--out", "fused/").json

@@ -308,6 +308,8 @@ def test_lora_of_port_is_in_the_pipelines_weights(tmp_path: Path) -> None:
     pipeline = pipeline_of("WanPipeline")
     file = written(lora_for(pipeline), tmp_path / "a.safetensors", "transformer.")
     tpuport.port(pipeline, lora=[file, f"{file}:-0.5"], progress=False)
+    with pytest.raises(UsageError, match=r"is ported; call tpuport.unport"):
+        tpuport.port(pipeline, lora=file)
     expected = by_upstream("WanPipeline", file, 0.5)
     assert (
         apart(weights(tpuport.unport(pipeline)), expected) < TOLERANCES["fused weight"]

@@ -146,6 +146,11 @@ def unport(ported: Any) -> Any:
     return ported
 
 
+def is_ported(target: Any) -> bool:
+    """Whether a pipeline or a module is ported."""
+    return _KEPT in vars(target)
+
+
 def seam_of(ported: Any) -> Seam:
     """The seam of a ported pipeline or module.
 
