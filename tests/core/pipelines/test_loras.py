@@ -14,6 +14,7 @@ import tpuport
 from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
+from tpuport.core.pipelines import loras
 from tpuport.core.pipelines.loras import Lora, fuse
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of
@@ -74,9 +75,9 @@ def fused(name: str, text: str, heard: Reporter | None = None) -> Tensors:
     """The weights with a LoRA that tpuport fuses."""
     pipeline = pipeline_of(name)
     modules = modules_of(pipeline)
-    loras = [Lora.find(LoraChoice.parse(text), Reporter())]
+    found = [Lora.find(LoraChoice.parse(text), Reporter())]
     before = shape_of(pipeline.transformer)
-    fuse(matched_loras(type(pipeline), modules, loras, heard or Reporter()), modules)
+    fuse(matched_loras(type(pipeline), modules, found, heard or Reporter()), modules)
     assert (
         shape_of(pipeline.transformer) == before
     )  # so its programs are the ones of the plain module
@@ -302,6 +303,29 @@ def test_files_that_are_no_lora_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(TpuportError, match=said):
             fused("WanPipeline", str(tmp_path / name))
+
+
+def test_of_a_hub_id_one_file_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ["README.md", "a.safetensors"]
+    written({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    asked: list[Any] = []
+
+    def fetched(repo: str, patterns: list[str], *more: Any) -> Path:
+        asked.append((repo, patterns))
+        return tmp_path
+
+    monkeypatch.setattr(loras, "fetch", fetched)
+    monkeypatch.setattr(loras, "file_names", lambda repo, flag: there)
+    for name in ("me/lora", "me/lora/a.safetensors:transformer_2:0.5"):
+        found = Lora.find(LoraChoice.parse(name), Reporter())
+        assert found.file == tmp_path / "a.safetensors"
+        assert asked.pop() == ("me/lora", ["a.safetensors"])
+    assert found.as_dict()["source"] == "me/lora/a.safetensors"
+    there.append("b.safetensors")
+    with pytest.raises(UsageError, match="holds 2 safetensors files"):
+        Lora.find(LoraChoice.parse("me/lora"), Reporter())
 
 
 def test_lora_of_port_is_in_the_pipelines_weights(tmp_path: Path) -> None:
