@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from tpuport import hookspecs
-from tpuport.errors import PluginError, UnknownModelError
+from tpuport.errors import PluginError, UnknownModelError, did_you_mean
 
 if TYPE_CHECKING:
     from tpuport.core.spec.model_plugin import ModelPlugin
@@ -194,8 +194,9 @@ def get_model(name: str) -> ModelPlugin:
     plugins = installed_plugins()
     if name not in plugins:
         names = ", ".join(sorted(plugins)) or "none: reinstall tpuport"
+        more = "`tpuport plugins` shows where they come from"
         raise UnknownModelError(
-            f"no model is called {name!r}; installed: {names}. `tpuport plugins` "
-            "shows where they come from"
+            f"no model is called {name!r}; installed: {names}. "
+            f"{did_you_mean(name, plugins, more)}"
         )
     return plugins[name].model

@@ -38,7 +38,14 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
     if settings.weights == "":
         raise UsageError("--weights is empty; give a folder or a hub id")
     if settings.model is not None:
-        return resolved(settings, get_model(settings.model), weights=weights)
+        plugin = get_model(settings.model)
+        pipeline = settings.weights and _pipeline_of(settings.weights)
+        if pipeline and pipeline not in plugin.pipelines:
+            raise UsageError(
+                f"--model {plugin.name} does not know the {pipeline} of "
+                f"{settings.weights}; leave the flag out"
+            )
+        return resolved(settings, plugin, weights=weights)
     if settings.weights is None:
         return resolved(settings, get_model(DEFAULT_MODEL), weights=weights)
     source = str(settings.weights)
@@ -49,10 +56,7 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
                     named = replace(settings, variant=name)
                     return resolved(named, plugin, weights=weights)
         return settings
-    import_libraries(Reporter())
-    from tpuport.core.pipelines.folder import PipelineFolder
-
-    pipeline = PipelineFolder.find(source, Reporter()).class_name
+    pipeline = _pipeline_of(source)
     known = plugin_for(pipeline)
     if known is None:
         raise UsageError(
@@ -60,6 +64,14 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
             "leave the flag out"
         )
     return resolved(settings, known, weights=weights)
+
+
+def _pipeline_of(source: str | Path) -> str:
+    """The class that a folder or a hub id names."""
+    import_libraries(Reporter())
+    from tpuport.core.pipelines.folder import PipelineFolder
+
+    return PipelineFolder.find(source, Reporter()).class_name
 
 
 def resolved(

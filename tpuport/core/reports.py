@@ -202,11 +202,12 @@ class RunReport:
         seconds = sum(s.compile_seconds for s in self.stages)
         if not sum(counts.values()):
             return "nothing"
-        if self.warm:
-            return f"nothing: {plural(counts['loaded'], 'program')} loaded"
-        text = f"{plural(sum(counts.values()), 'program')} in {seconds:.1f} s"
         kept = counts["loaded"] + counts["cached"]
-        return text + (f", {kept} of them from the cache" if kept else "")
+        if not counts["compiled"]:
+            how = "loaded" if self.warm else "from the cache"
+            return f"nothing: {plural(kept, 'program')} {how}"
+        text = f"{plural(counts['compiled'], 'program')} in {seconds:.1f} s"
+        return text + (f", and {kept} from the cache" if kept else "")
 
 
 def peak_host_bytes() -> int:

@@ -76,6 +76,12 @@ def test_what_there_is_not_is_refused(
         found(model="toy", variant="7b")
     with pytest.raises(UsageError, match="--weights is empty"):
         found(weights="")
+    assert found(model="toy", weights=str(folder)).weights == str(folder)
+    other = replace(PLUGIN, claims="diffusers:LTXPipeline")
+    with monkeypatch.context() as patched:
+        patched.setattr(variants, "get_model", lambda name: other)
+        with pytest.raises(UsageError, match="toy does not know the WanPipeline of /"):
+            found(model="toy", weights=str(folder))
     monkeypatch.setattr(variants, "plugin_for", lambda pipeline: None)
     with pytest.raises(UsageError, match="no plugin knows WanPipeline of "):
         found(variant="large", weights=str(folder))

@@ -65,6 +65,20 @@ def test_no_step_reads_what_is_on_the_devices(
     assert not [one for one in reads if one[0] == StageName.DENOISE and one[1] < 4]
 
 
+def test_a_run_that_is_kept_compiles_what_any_run_compiles(
+    tmp_path: Path, programs: list[str]
+) -> None:
+    """Executables that were made ahead by a rehearsal are all that the run needs."""
+    one = all_examples()["CogVideoXPipeline"]
+    Run(one, port=tmp_path)
+    kept = sorted(programs)
+    programs.clear()
+    pipeline, call = made(one)
+    with tpuport.ported(pipeline):
+        run(pipeline, call)
+    assert sorted(programs) == kept
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_on_the_devices_go_on_to_the_same_bytes(
     name: str, tmp_path: Path, programs: list[str]

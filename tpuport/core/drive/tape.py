@@ -20,7 +20,7 @@ import torch
 from tpuport.core.drive.kept_values import Kept, KeptError, Place, kept, shape_of
 from tpuport.core.drive.step_caches import History, Key, StepCaches
 from tpuport.core.enums import StageName, denoises
-from tpuport.core.seam.device_tensors import version
+from tpuport.core.seam.device_tensors import DeviceTensor, version
 from tpuport.core.seam.journal import Asked
 from tpuport.core.seam.module_state import Attributes, ModuleTree
 from tpuport.core.seam.module_weights import is_denoiser
@@ -138,6 +138,9 @@ class _Look:
         found = 0
         for tensor, mark in zip(self.given, self.marks[1], strict=True):
             if mark in before.marks[1]:
+                # Of a tensor on the devices the copy: no program makes it flat there.
+                if isinstance(tensor, DeviceTensor):
+                    tensor = tensor.on_host()
                 data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
                 found = zlib.crc32(data.numpy(), found)
         return found
