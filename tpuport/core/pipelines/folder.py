@@ -471,10 +471,10 @@ class PipelineFolder:
         found = [name] if hasattr(kind, "set_timesteps") else []
         found = found or [one for one in known if name.lower() in one.lower()]
         if not found:
-            raise UsageError(
-                f"scheduler={name}: {self.class_name} takes "
-                f"{', '.join(known) or 'no other scheduler'}"
-            )
+            all_known = ", ".join(known) or "no other scheduler"
+            takes = f"{self.class_name} takes {all_known}"
+            hint = did_you_mean(name, known, takes)
+            raise UsageError(f"scheduler={name}: there is no such scheduler; {hint}")
         return str(found[0])
 
     def load_component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:

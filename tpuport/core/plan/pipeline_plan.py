@@ -97,9 +97,9 @@ def plan_pipeline(
     if found.host_seconds is not None:
         notes.insert(
             0,
-            f"the host of a rehearsal takes {found.host_seconds:.3f} s a step on this "
-            "machine, while the devices make the step before: they wait for it only "
-            "where it is longer than a step, which is in no figure",
+            f"the host of this machine works {found.host_seconds:.3f} s a step, while "
+            "the devices make the step before; if their step is shorter, they wait, "
+            "which no figure has",
         )
     return Plan(
         files=files,
