@@ -375,7 +375,7 @@ def test_a_keyword_for_another_target_is_refused(keywords: dict[str, Any]) -> No
 def test_a_keyword_that_there_is_not_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="did you mean mesh"):
         tpuport.port(torch.nn.Linear(2, 2), meshes="sp=2")
-    with pytest.raises(TypeError, match="blocks, cache_dir, executables, mesh, model"):
+    with pytest.raises(TypeError, match="cache_dir, executables, lora, mesh, model"):
         tpuport.port(torch.nn.Linear(2, 2), quantized=True)
 
 
