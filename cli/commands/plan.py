@@ -74,7 +74,9 @@ def plan(
     folder = None if dump is None else Path(dump).expanduser()
     if folder is not None:
         if comparing:
-            raise UsageError("--dump is of one slice: leave out --price and --deadline")
+            raise UsageError(
+                "--dump is of one slice: name one, without --price and --deadline"
+            )
         check_dump(folder)
     settings = with_model(settings, weights=False)
     with running(settings.cache_dir) as display:
