@@ -224,6 +224,15 @@ def test_one_process_plans_for_several_chips(folder: Path, tmp_path: Path) -> No
     )
 
 
+@needs_libtpu
+@pytest.mark.aot
+def test_a_picture_with_fewer_parts_than_devices_compiles(tmp_path: Path) -> None:
+    # The compiler chooses places of results where a program does not say them.
+    asked = ("--model", "cogvideox", "--size", "64x64", "--frames", "9")
+    done = plan(tmp_path, *asked, "--topology", "v6e-8", "--stage", "decode")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_slices_are_compared_by_a_line_each(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:

@@ -344,6 +344,7 @@ class Entry(ProgramRuns):
 
         structs = [_struct(tensors[i], place) for i in used]
         shapes, pictures = None, self._pictures(given, used, structs)
+        options: dict[str, Any] = {}
         structs += [
             _struct(draw.example, lambda _: self.target.replicated) for draw in draws
         ]
@@ -362,10 +363,11 @@ class Entry(ProgramRuns):
                     self.name, bare, runtime, self._structs, structs, pictures
                 ).split()
                 call, structs, shapes = split.call, [*split.inputs], split.shapes
+                options["out_shardings"] = [*split.places]
                 if split.told:
                     self._journal.reporter.say(f"{self.name}: {split.told}")
             call.__name__ = self.name.replace(".", "_")
-            jitted = self._devices.jitted(call, self._stages())
+            jitted = self._devices.jitted(call, self._stages(), **options)
             traced = jitted.trace(self._structs, structs)
         return Program(
             name=self.name,

@@ -29,12 +29,14 @@ class SplitCall:
     Attributes:
         call: takes and returns pictures with phantom rows and columns.
         inputs: shapes and places of the arrays, phantoms included.
+        places: of the results.
         shapes: of the results, without phantoms.
         told: why some devices have no part of their own, or empty.
     """
 
     call: Call
     inputs: tuple[jax.ShapeDtypeStruct, ...]
+    places: tuple[NamedSharding, ...]
     shapes: tuple[Shape, ...]
     told: str
 
@@ -157,14 +159,10 @@ class SplitTracing:
             out_specs=gives,
             check_vma=False,
         )
-        places = [NamedSharding(mesh, spec) for spec in gives]
 
         def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
-            out = inner(dict(weights), list(arrays))
-            return [
-                jax.lax.with_sharding_constraint(array, place)
-                for array, place in zip(out, places, strict=True)
-            ]
+            made: list[Any] = inner(dict(weights), list(arrays))
+            return made
 
         told, size = "", f"{self.pictures.rows} x {self.pictures.columns}"
         if parts.copies == len(self.devices) > 1:
@@ -174,7 +172,13 @@ class SplitTracing:
             count = len(self.devices) // parts.copies
             told = f"a picture of {size} has {count} parts, fewer than there are "
             told += "devices"
-        return SplitCall(call=call, inputs=tuple(inputs), shapes=shapes, told=told)
+        return SplitCall(
+            call=call,
+            inputs=tuple(inputs),
+            places=tuple(NamedSharding(mesh, spec) for spec in gives),
+            shapes=shapes,
+            told=told,
+        )
 
     def _result(
         self, found: Dims | Mixed, local: Shape, real: Shape, parts: Parts
