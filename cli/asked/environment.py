@@ -146,6 +146,7 @@ def running(cache: Path | None, display: Display | None = None) -> Iterator[Disp
     """
     cache_folder(cache)
     with display or Display(signals.check) as shown:
+        signals.mind_compiles(shown.compiles)
         import_libraries(shown)
         yield shown
 

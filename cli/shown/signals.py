@@ -33,6 +33,9 @@ _WORDS = {
 #: Seconds in which a second SIGINT counts as the first one: `timeout` sends two.
 _TWICE = 0.3
 
+#: Seconds after which other signals end a compile: a host that goes away waits 5 to 30.
+_PATIENCE = 4.0
+
 #: Functions in which Python prints an error and goes on.
 _FINALISERS = ("__del__", "_xla_gc_callback")
 
@@ -42,6 +45,8 @@ _CURSOR = "\x1b[?25h"
 #: The first signal that asked the program to end.
 _received: signal.Signals | None = None
 _armed: list[signal.Signals] = []
+#: Whether a compile is under way, which hears no signal, and has nothing to be kept.
+_compiles: Callable[[], bool] = bool
 #: The arguments of :func:`starting` while its block runs.
 _starting, _before = False, ""
 
@@ -87,6 +92,12 @@ def starting(before: str = "") -> Iterator[None]:
         yield
     finally:
         _starting, _before = False, ""
+
+
+def mind_compiles(under_way: Callable[[], bool]) -> None:
+    """Tell how to see that a compile is under way; another thread asks."""
+    global _compiles
+    _compiles = under_way
 
 
 def as_program(run: Callable[[], int]) -> int:
@@ -176,9 +187,10 @@ def _trace_nothing(*_: object) -> None:
 
 
 def _watch(seen: int) -> None:
-    """End the program at the second Ctrl-C, also while the main thread is in a call.
+    """End the program while the main thread is in a call: at the second Ctrl-C.
 
-    Python runs handlers between two steps of the main thread; a compile is one step.
+    Python runs handlers between two steps of the main thread; a compile is one step,
+    and other signals do not wait for the end of a compile.
     """
     first: float | None = None
     while numbers := os.read(seen, 64):
@@ -186,14 +198,31 @@ def _watch(seen: int) -> None:
             now = time.monotonic()
             if first is None:
                 first = now
-                later = threading.Timer(1, _say_when)
-                later.daemon = True
-                later.start()
+                _after(1, _say_when)
+                if signum != signal.SIGINT:
+                    _after(_PATIENCE, lambda found=signum: _end_compile(found))
             elif signum == signal.SIGINT and now > first + _TWICE:
-                cursor = _CURSOR if os.isatty(2) else ""
-                os.write(2, f"{cursor}\nended at once\n".encode())
+                os.write(2, f"{_cursor()}\nended at once\n".encode())
                 os._exit(in_words(signal.SIGINT)[0])
     os.close(seen)
+
+
+def _after(seconds: float, call: Callable[[], None]) -> None:
+    later = threading.Timer(seconds, call)
+    later.daemon = True
+    later.start()
+
+
+def _end_compile(signum: int) -> None:
+    """End the program in a compile. Files are whole, and checkpoints are written."""
+    if _received is None and _compiles():
+        code, word = in_words(signal.Signals(signum))
+        os.write(2, f"{_cursor()}\n{word} in a compile\n".encode())
+        os._exit(code)
+
+
+def _cursor() -> str:
+    return _CURSOR if os.isatty(2) else ""
 
 
 def _say_when() -> None:

@@ -210,6 +210,30 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
     assert err.endswith("ended at once\n")
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_sigterm_does_not_wait_for_a_compile(compiles: bool) -> None:
+    """A step that hears nothing ends all the same: its checkpoint is to be kept."""
+    body = f"""
+import hashlib, threading
+
+signals._PATIENCE = 0.2
+signals.mind_compiles(lambda: {compiles})
+main, call = sys._getframe(), 0
+
+def first():
+    while main.f_lineno != call:
+        time.sleep(0.01)
+    send(signal.SIGTERM)
+
+threading.Thread(target=first, daemon=True).start()
+call = main.f_lineno + 1
+hashlib.pbkdf2_hmac("sha256", b"", b"", {2_000_000_000 if compiles else 4_000_000})
+"""
+    code, out, err = ended(body)
+    assert (code, out) == (143, "")
+    assert err.endswith("\nterminated in a compile\n" if compiles else "terminated\n")
+
+
 def test_what_is_ignored_stays_ignored() -> None:
     """As by nohup, before the program begins."""
     program = PROGRAM.format(body="send(signal.SIGHUP)")

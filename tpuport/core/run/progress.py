@@ -198,6 +198,10 @@ class Display(Reporter):
         """A program is compiled."""
         self._doing("")
 
+    def compiles(self) -> bool:
+        """Whether a compile is under way; another thread asks."""
+        return any(work.what.startswith("compiling ") for work in [*self._works])
+
     def advanced(self, stage: str, done: int, total: int) -> None:
         """Calls ended."""
         self._doing("")
