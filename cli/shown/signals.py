@@ -200,7 +200,7 @@ def _watch(seen: int) -> None:
                 first = now
                 _after(1, _say_when)
                 if signum != signal.SIGINT:
-                    _after(_PATIENCE, lambda found=signum: _end_compile(found))
+                    _after(_PATIENCE, functools.partial(_end_compile, signum))
             elif signum == signal.SIGINT and now > first + _TWICE:
                 os.write(2, f"{_cursor()}\nended at once\n".encode())
                 os._exit(in_words(signal.SIGINT)[0])
