@@ -167,9 +167,13 @@ def take_own_options(context: typer.Context, file: str | None) -> str | None:
     """
     if file:
         own_names = _own_options(context)
-        used = [str(parameter.name) for parameter in context.command.params]
-        found = _read_yaml(file, own_names, used)
-        own = {n: value for n, value in found.items() if n not in _SPELLINGS}
+        options = {str(one.name): one for one in context.command.params}
+        own = {}
+        for name, value in _read_yaml(file, own_names, [*options]).items():
+            if name not in _SPELLINGS:
+                several = getattr(options[name], "multiple", False)
+                one = several and not isinstance(value, list)
+                own[name] = [value] if one else value
         context.default_map = {**(context.default_map or {}), **own}
     return file
 

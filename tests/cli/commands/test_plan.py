@@ -234,7 +234,7 @@ def test_a_picture_with_fewer_parts_than_devices_compiles(tmp_path: Path) -> Non
 
 
 def test_slices_are_compared_by_a_line_each(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
     seconds = {"v5e-8": 50.0, "v6e-8": 20.0, "v5p-8": 70.0}
     stages: list[Any] = []
@@ -264,6 +264,10 @@ def test_slices_are_compared_by_a_line_each(
         "the fastest: v6e-8",
         "the cheapest: v5e-8",
     ]
+    for written in ("'v5e=1,v5p=4,v6e=3'", "[v5e=1, 'v5p=4,v6e=3']"):
+        (tmp_path / "asked.yaml").write_text(f"price: {written}\n")
+        again = cli("plan", *asked, "--config", str(tmp_path / "asked.yaml"))
+        assert again.out == ran.out, again.err
     ran = cli("plan", *asked, "--deadline", "10s", "--stage", "denoise", "--json")
     assert ran.json["fastest"] is None
     assert ran.json["stages"] == ["denoise"]
