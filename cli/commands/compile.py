@@ -116,7 +116,6 @@ def _compile(
             "mesh": str(placed.spec),
             "dtype": str(call.settings.dtype),
             "attention": str(settings.attention),
-            "versions": versions(),
         }
         entries = [one.entry for one in built]
         write_manifest(folder, entries, about, display.say)
@@ -128,6 +127,7 @@ def _compile(
     return {
         "command": "compile",
         **about,
+        "versions": versions(),
         "out": str(folder),
         "stages": wanted,
         "programs": [one.as_dict() for one in built],

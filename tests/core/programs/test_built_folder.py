@@ -19,7 +19,9 @@ import tpuport
 from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made
 from tpuport import targets
+from tpuport.core import compat
 from tpuport.core.drive.rehearsal import Rehearsal, rehearse
+from tpuport.core.files.fingerprint import version
 from tpuport.core.files.sealed_json import write_document
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan import building
@@ -151,9 +153,43 @@ def test_another_run_is_refused_by_name_before_anything_is_loaded(
     pipeline.transformer.register_to_config(**config)
     with pytest.raises(ArtifactError, match="is not for this run") as caught:
         tpuport.port(pipeline, **{"mesh": MESH, **how}, executables=folder)
-    assert words in str(caught.value)
+    assert any(words in note for note in caught.value.__notes__)
     assert "compile again with `tpuport compile`" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_all_differences_are_told_at_once_in_a_line_each(folder: Path) -> None:
+    found = BuiltFolder.open(folder, Reporter())
+    entries = [
+        replace(
+            entry,
+            key=replace(
+                entry.key,
+                chip="TPU v5 lite",
+                versions={**entry.key.versions, "jax": "0.9.1"},
+                flags=("--xla_a=1",),
+            ),
+        )
+        for entry in found.entries
+    ]
+    versions = {**found.manifest["versions"], "jax": "0.9.1", "diffusers": "0.41"}
+    other = replace(
+        found,
+        entries=tuple(entries),
+        manifest={**found.manifest, "versions": {**versions, "python": "3.99.1"}},
+    )
+    mesh = targets.place_for_port(MeshSpec.parse("sp=4")).mesh
+    with pytest.raises(ArtifactError) as caught:
+        other.check(mesh, pipeline=NAME, attention="blockwise")
+    assert caught.value.__notes__ == [
+        "  attention auto -> blockwise",
+        "  chip TPU v5 lite -> cpu",
+        "  mesh dp=1,sp=2,tp=1 -> dp=1,sp=4,tp=1",
+        f"  jax 0.9.1 -> {jax.__version__}",
+        "  compiler flag --xla_a=1 is not set now",
+        *[f"  compiler flag {flag} is set now" for flag in compat.compiler_flags()],
+        f"  diffusers 0.41 -> {version('diffusers')}",
+    ]
 
 
 def test_a_program_that_is_not_there_is_compiled_and_named(folder: Path) -> None:
@@ -198,8 +234,9 @@ def test_a_damaged_folder_is_one_line(damage: str, folder: Path) -> None:
 def test_an_executable_of_another_program_under_a_name_is_refused(folder: Path) -> None:
     found = BuiltFolder.open(folder, Reporter())
     other = replace(found.entries[0].key, chip="other")
-    with pytest.raises(ArtifactError, match=r"not for this run .*chip cpu -> other"):
+    with pytest.raises(ArtifactError, match=f"{other.name} is not for this") as caught:
         found.find(other)
+    assert caught.value.__notes__ == ["  chip cpu -> other"]
 
 
 def test_what_cannot_be_kept_is_told(

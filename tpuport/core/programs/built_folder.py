@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.typed import checked
 from tpuport.core.mesh.compiler_flags import GATHERS
@@ -33,9 +34,10 @@ from tpuport.core.programs.program_key import (
     ProgramKey,
     config_of,
     device_fields,
+    differences,
 )
-from tpuport.core.reports import Reporter
-from tpuport.errors import ArtifactError, MissingArtifactError
+from tpuport.core.reports import Reporter, plural
+from tpuport.errors import ArtifactError, MissingArtifactError, in_one_line
 
 #: Whose flags of the compiler a program may have.
 _STAGES = (
@@ -44,9 +46,6 @@ _STAGES = (
     (StageName.DECODE,),
     (StageName.DECODE, GATHERS),
 )
-#: Differences that a message names: it is one line.
-_NAMED = 3
-
 _REMEDY = "make the folder with `tpuport compile`"
 _AGAIN = "compile again with `tpuport compile`, or leave --executables out"
 
@@ -66,6 +65,7 @@ class Manifest(TypedDict):
     """What is read of a manifest; the rest is for people."""
 
     programs: list[ProgramEntry]
+    versions: dict[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,25 +109,28 @@ class BuiltFolder:
         )
 
     def check(self, mesh: jax.sharding.Mesh, **about: Any) -> None:
-        """Refuse a folder for another pipeline or other devices.
+        """Refuse a folder for another pipeline, other devices, versions or flags.
 
         Args:
             about: entries of the manifest as they must be.
 
         Raises:
-            ArtifactError: what differs.
+            ArtifactError: all that differs.
         """
-        made = dict(self.manifest)
-        for name, wanted in about.items():
-            if made.get(name) != wanted:
-                words = f"{name} {made.get(name, 'none')} -> {wanted}"
-                raise self.refusal("it", [words])
+        made = {name: dict(self.manifest).get(name) for name in about}
+        found = differences(made, about)
         here = [device_fields(mesh, *stages) for stages in _STAGES]
         for entry in self.entries:
             key = entry.key
-            found = min((replace(key, **now).difference(key) for now in here), key=len)
-            if found:
-                raise self.refusal(key.name, found)
+            fewest = min((replace(key, **n).difference(key) for n in here), key=len)
+            found += fewest
+        # Keys have as much of Python's version as pickles depend on.
+        old, new = (
+            {**v, "python": ""} for v in (self.manifest["versions"], versions())
+        )
+        found += differences(old, new)
+        if found:
+            raise self.refusal("", found)
 
     def check_modules(self, components: Mapping[str, Any]) -> None:
         """Refuse a folder for modules of another config.
@@ -136,16 +139,17 @@ class BuiltFolder:
             components: of the pipeline; their weights do not count.
 
         Raises:
-            ArtifactError: what differs.
+            ArtifactError: all that differs.
         """
+        found: list[str] = []
         for key in (entry.key for entry in self.entries):
             if key.component == ARITHMETIC:
                 continue
             path = "" if key.program == WHOLE else key.program
             module = components[key.component].get_submodule(path)
-            now = replace(key, config=config_of(module))
-            if found := now.difference(key):
-                raise self.refusal(key.name, found)
+            found += replace(key, config=config_of(module)).difference(key)
+        if found:
+            raise self.refusal("", found)
 
     def find(self, key: ProgramKey) -> Entry | None:
         """The executable of a key; ``None`` if no program is for these arguments.
@@ -194,13 +198,21 @@ class BuiltFolder:
             return program.compile(), None
 
     def refusal(self, name: str, found: Sequence[str]) -> ArtifactError:
-        """The error for a program that is of another run, and what differs."""
-        if left := len(found[_NAMED:]):
-            found = [*found[:_NAMED], f"{left} more"]
-        return ArtifactError(
-            f"{self.folder}: {name} is not for this run (what it was compiled for "
-            f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
+        """The error for a folder of another run, with a note for each difference.
+
+        Args:
+            name: of the program that differs; empty for the folder.
+            found: what differs, in words.
+        """
+        each = list(dict.fromkeys(found))
+        what = f"{self.folder}: {name}" if name else str(self.folder)
+        error = ArtifactError(
+            f"{what} is not for this run: {plural(len(each), 'difference')} (what it "
+            f"was compiled for -> what this run has); {_AGAIN}"
         )
+        for words in each:
+            error.add_note(f"  {in_one_line(words)}")
+        return error
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -241,13 +253,13 @@ def write_manifest(
     here = {entry.key.component for entry in entries}
     others = [p for p in earlier["programs"] if p["component"] not in here]
     # As they come back from a file: tuples are lists there.
-    now = json.loads(json.dumps(dict(about)))
+    now = json.loads(json.dumps({**about, "versions": versions()}))
     if all(earlier.get(name) == value for name, value in now.items()):
         programs += others
     elif others:
         names = ", ".join(dict.fromkeys(p["component"] for p in others))
         say(f"{folder}: what it held of {names} had other settings: removed")
-    content = {**about, "created": created, "programs": programs}
+    content = {**now, "created": created, "programs": programs}
     write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
     kept = {program["file"] for program in programs}
     for name in {program["file"] for program in earlier["programs"]} - kept:

@@ -56,8 +56,8 @@ _LOADING = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
 _NAMES = {"host": "processor", "version": "key version"}
 #: Arrays named one by one before the others are counted.
 _NAMED = 3
-#: A value longer than this is not printed.
-_LONG = 100
+#: Two values that are longer together are not printed.
+_LONG = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,14 +132,16 @@ class ProgramKey:
     def difference(self, other: ProgramKey) -> tuple[str, ...]:
         """What differs, in words, ``other``'s value first; empty for the same program.
 
-        Such as ``"mesh sp=4 -> sp=8"``.
+        Such as ``"mesh sp=4 -> sp=8"``. What follows from another platform, chip or
+        mesh (the processor, the compiler, the devices) is left out.
         """
         before, after = other.as_dict(), self.as_dict()
 
         def named(*names: str) -> list[str]:
             old, new = ({n: key[n] for n in names} for key in (before, after))
-            return _each(old, new)
+            return differences(old, new)
 
+        same = self.platform == other.platform
         shapes = _arrays(before, after, "arguments")
         if not shapes and self.structure != other.structure:
             shapes = ["what is traced changed"]
@@ -147,16 +149,16 @@ class ProgramKey:
         come = [flag for flag in self.flags if flag not in other.flags]
         return (
             *named("model", "component", "program", "platform", "chip", "mesh"),
-            *(named("devices") if self.mesh == other.mesh else ()),
-            *named("host"),
-            *_each(other.config, self.config, f"{self.component} "),
+            *(named("devices") if same and self.mesh == other.mesh else ()),
+            *(named("host") if same else ()),
+            *differences(other.config, self.config, f"{self.component} "),
             *shapes,
             *_arrays(before, after, "weights"),
-            *_each(other.versions, self.versions),
-            *named("compiler"),
+            *differences(other.versions, self.versions),
+            *(named("compiler") if self.chip == other.chip else ()),
             *(f"compiler flag {flag} is not set now" for flag in gone),
             *(f"compiler flag {flag} is set now" for flag in come),
-            *_each(other.settings, self.settings),
+            *differences(other.settings, self.settings),
             *named("version"),
         )
 
@@ -284,10 +286,10 @@ def _pairs(
     ]
 
 
-def _each(
+def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Every entry that differs; long configs are many small entries."""
+    """Every entry that differs, in words; long configs are many small entries."""
     found = []
     for name, *values in _pairs(before, after):
         old, new = map(_text, values)
