@@ -375,9 +375,7 @@ class PipelineCall:
             self.reporter.say(f"the step cache is checked once {name} runs")
 
     def check_executables(self, placed: PlacedMesh) -> None:
-        """Refuse executables for something else before weights are read."""
-        if self.settings.executables is None:
-            return
+        """Refuse executables for something else before weights are fetched."""
         if self.by_upstream:
             raise UsageError(
                 "--executables are not upstream's: leave them out, or use --backend "

@@ -177,13 +177,18 @@ class VideoRun(PipelineCall):
         check_vae(call.settings, folder)
         check_on_host(call.settings, folder)
         folder.check_packages(arguments)
-        call.folder = folder.fetched(reporter)
-        call.folder.check_components(weights=not partly)
+        ahead = settings.executables is not None
+        call.folder = folder.fetched(reporter, weights=not ahead)
+        call.folder.check_components(weights=not (partly or ahead))
         call.settle_mesh()
         placed = call.placed_here()
         if not call.by_upstream:
             call.target(placed, Reporter())  # refuses a layout that is none
         call.settle_dtype(placed)
+        if ahead:  # weights take long to come, and programs are refused sooner
+            call.check_executables(placed)
+            call.folder = folder.fetched(reporter)
+            call.folder.check_components(weights=not partly)
         call.match_loras()
         call.settle(cache_dir=cache_folder(settings.cache_dir))
         call.settle_batch(placed)
@@ -192,7 +197,6 @@ class VideoRun(PipelineCall):
             call.check_inputs()
         call.check_mesh(placed)
         call.check_step_cache(placed)
-        call.check_executables(placed)
         inputs = {name: file_digest(Path(name)) for name in _files(call.settings)}
         return cls(**vars(call), placed=placed, inputs=inputs, again=again)
 

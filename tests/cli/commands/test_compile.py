@@ -17,6 +17,7 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.planning import prepared
 from tpuport.core.enums import Place
 from tpuport.core.mesh.compiler_flags import choose_flags
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.programs.executable_files import read_entry
 from tpuport.core.reports import Reporter
 
@@ -98,8 +99,17 @@ def test_executables_for_absent_chips(absent: tuple[Any, Path]) -> None:
 
 
 def test_they_are_refused_by_name_on_this_machine(
-    absent: tuple[Any, Path], folder: Path, cache: Path, tmp_path: Path
+    absent: tuple[Any, Path],
+    folder: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def fetched(self: Any, reporter: Reporter, *, weights: bool = True) -> Any:
+        assert not weights, "weights were fetched"
+        return self
+
+    monkeypatch.setattr(PipelineFolder, "fetched", fetched)
     ran = call(
         *("generate", "--weights", folder, *ASKED, "--mesh", "sp=4,tp=2"),
         *("--executables", absent[1], "--dtype", "bfloat16"),
