@@ -247,7 +247,9 @@ class _Moving:
     def _render(self) -> object:
         from rich.text import Text
 
-        return Text(": ".join(self._status()), no_wrap=True, overflow="ellipsis")
+        # Nothing once the work has ended: a notebook shows the last line for good.
+        line = ": ".join(filter(None, self._status()))
+        return Text(line, no_wrap=True, overflow="ellipsis")
 
     def start(self) -> None:
         from rich.console import Console
