@@ -50,6 +50,7 @@ LONGEST = (
     "cli/commands/test_plan.py",
     "house/test_readme.py",
     "cli/commands/test_generate.py",
+    "house/test_examples.py",
 )
 
 

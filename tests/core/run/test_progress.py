@@ -173,6 +173,8 @@ def test_one_line_moves_on_a_terminal(
     assert "a [bold]line[/bold]\n" in shown
     assert "planning: compiling [bold]a[/bold] 0 s" in shown
     assert "denoise: 3 steps in 37.0 s, compiling 3.0 s" in shown
+    # The line is empty at its end, for pages on which the cursor cannot go up.
+    assert ": \n" not in shown
     assert (
         shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0
     )  # the cursor is back
