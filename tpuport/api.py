@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 #: The settings that :func:`port` takes.
 _HOW = frozenset(
-    ("attention", "sharding", "blocks", "vae", "lora", "cache_dir", "executables")
+    (
+        *("attention", "sharding", "weights_on", "blocks", "vae", "lora"),
+        *("cache_dir", "executables"),
+    )
 )
 
 
@@ -55,7 +58,7 @@ def port(
         progress: show on stderr what happens: a line that moves on a terminal, a few
             plain lines elsewhere.
         reporter: told what happens, in place of that.
-        how: ``attention``, ``sharding``, ``blocks`` and ``vae``, fields of
+        how: ``attention``, ``sharding``, ``weights_on``, ``blocks``, ``vae``, fields of
             :class:`~tpuport.core.spec.run_settings.RunSettings`; ``cache_dir``, where
             compiled programs are kept (without it none are); and for a pipeline
             ``executables``, a folder that ``tpuport compile`` wrote, and ``lora``, a

@@ -81,6 +81,7 @@ def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
         implementation=settings.attention,
         cache=folder and folder / XLA_FOLDER,
         in_parts=settings.sharding == GATHERED,
+        weights_on=settings.weights_on,
     )
 
 

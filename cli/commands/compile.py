@@ -14,6 +14,7 @@ from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.shown.output import give_out, say
+from tpuport.core.enums import WeightsOn
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.slices import topology_devices
@@ -93,7 +94,7 @@ def _compile(
     settings = with_model(settings, weights=False)
     with running(settings.cache_dir) as display:
         from tpuport.cli.runs.planning import prepared
-        from tpuport.core.plan.building import build_pipeline
+        from tpuport.core.plan.building import TooLargeError, build_pipeline
         from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
@@ -106,10 +107,18 @@ def _compile(
             mesh = settings.mesh or call.default_mesh(devices)
             placed = topology_mesh(topology, mesh)
         call.settle_dtype(placed)
-        found = call.rehearsed(placed)
-        built = build_pipeline(
-            found, wanted, folder, attached=topology is None, reporter=display
-        )
+        built = None
+        while built is None:
+            found = call.rehearsed(placed, quiet=bool(call.streamed))
+            try:
+                built = build_pipeline(
+                    found, wanted, folder, attached=topology is None, reporter=display
+                )
+            except TooLargeError as error:
+                auto = call.settings.weights_on == WeightsOn.AUTO
+                if not auto or error.component not in found.may_stream:
+                    raise
+                call.streamed |= {error.component}
         about = {
             "topology": name,
             "pipeline": call.folder.class_name,

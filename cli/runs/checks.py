@@ -121,12 +121,14 @@ class PipelineCall:
     Attributes:
         settings: what was asked for, and what is settled since.
         arguments: keywords of every call.
+        streamed: components that do not fit the chips, whose weights wait on the host.
     """
 
     settings: Settings
     folder: PipelineFolder
     reporter: Reporter
     arguments: dict[str, Any]
+    streamed: frozenset[str] = frozenset()
 
     @property
     def by_upstream(self) -> bool:
@@ -167,7 +169,8 @@ class PipelineCall:
             reporter: told of a plugin whose patches are used.
         """
         own, name = replace(self.settings, cache_dir=None), self.folder.class_name
-        return targets.claimed_target(name, placed, own, reporter)
+        found = targets.claimed_target(name, placed, own, reporter)
+        return found.streaming(self.streamed)
 
     def rehearsed(
         self, placed: PlacedMesh, *, quiet: bool = False, first_step: bool = False

@@ -14,7 +14,7 @@ from tpuport.cli.runs.checks import PipelineCall, check_on_host, check_vae, prom
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.runs.video_run import find
 from tpuport.core.drive.rehearsal import Rehearsal
-from tpuport.core.enums import Dtype, StageName
+from tpuport.core.enums import Dtype, StageName, WeightsOn
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.pipelines.call_arguments import arguments_of, as_arrays
@@ -88,12 +88,23 @@ class _One(PipelineCall):
         again, self._again = self._again, True
         return self.rehearsed(topology_mesh(self.topology, spec), quiet=again)
 
-    def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
-        """The plan on a mesh."""
+    def plan(self, spec: MeshSpec) -> Plan:
+        """The plan on a mesh; what does not fit streams where that is left open."""
+        found = self.rehearse(spec)
+        plan = self.on_chips(spec, found)
+        large = {p.component for p in plan.programs if not p.fits} & found.may_stream
+        if not large or self.settings.weights_on != WeightsOn.AUTO:
+            return plan
+        self.streamed = frozenset(large)
+        streaming = self.on_chips(spec, self.rehearse(spec))
+        return streaming if streaming.fits else plan
+
+    def on_chips(self, spec: MeshSpec, found: Rehearsal) -> Plan:
+        """The plan on a mesh, of a rehearsal there."""
         schedules = cache_folder(self.settings.cache_dir) / "schedules"
         return plan_pipeline(
             self.folder,
-            found or self.rehearse(spec),
+            found,
             self.topology,
             spec.resolve(self.topology.devices),
             self.settings,
@@ -113,16 +124,19 @@ def _best(one: _One, budget: float) -> Plan:
     heads, rows = _heads_and_rows(found)
     # Two calls of a guided step take one half of the devices each.
     rows = math.lcm(rows, 2)
-    plans = [one.plan(first, found)]
+    plans = [one.on_chips(first, found)]
     others = [spec for spec in _legal(count, heads, rows) if spec != first]
     while others and time.monotonic() - started <= budget:
-        plans.append(one.plan(others.pop(0)))
+        spec = others.pop(0)
+        plans.append(one.on_chips(spec, one.rehearse(spec)))
     if others:
         left = ", ".join(map(str, others))
         one.reporter.say(f"no time to plan {left}: give more with --budget SECONDS")
     seconds = [plan.seconds_per_step or float("inf") for plan in plans]
     order = sorted(range(len(plans)), key=lambda i: (not plans[i].fits, seconds[i]))
     best = plans[order[0]]
+    if not best.fits:
+        best = one.plan(best.mesh)
     best.files = sorted({name for plan in plans for name in plan.files})
     best.meshes = [
         {

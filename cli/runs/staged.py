@@ -30,7 +30,7 @@ from tpuport.errors import ArtifactError, AttentionError, UsageError, WriteError
 #: How each stage of a run is run: by the flags of its command.
 _OF_A_STAGE = (
     *("mesh", "attention", "backend", "on_host", "blocks", "sharding"),
-    *("vae", "vae_tiling"),
+    *("weights_on", "vae", "vae_tiling"),
 )
 #: Of the settings of a run, what its folder keeps beside what was asked for.
 _HOW = (*_OF_A_STAGE, "dtype")

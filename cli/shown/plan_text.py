@@ -61,6 +61,22 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"{verdict}: {used} of {limit} HBM per {_device(plan)}"
     if not plan.fits:
         yield "  try --mesh auto, a smaller --size, fewer --frames, or a larger slice"
+    yield from _streams(plan)
+
+
+def _streams(plan: Plan) -> Iterator[str]:
+    """What comes from the host's memory, and what the link takes for that."""
+    speed = f"{plan.chip.host_bandwidth / 1e9:g} GB/s"
+    for stage in plan.stages:
+        size = max((p.memory.host for p in stage.programs), default=0)
+        if not size:
+            continue
+        text = f"{bytes_text(size)} of weights per {_device(plan)} stream from the host"
+        if stage.link_seconds is not None:
+            waited = seconds_text(stage.bounds().get("host link", 0.0))
+            link = seconds_text(stage.link_seconds)
+            text += f", {link} a {_unit(stage)} at {speed}, {waited} of it waited for"
+        yield f"  {stage.name}: {text}"
 
 
 def _devices(plan: Plan) -> str:
@@ -143,11 +159,16 @@ def _together(plan: Plan) -> Iterator[str]:
     )
 
 
+def _unit(stage: StagePlan) -> str:
+    """What a call of a stage's programs is called."""
+    return "step" if stage.name == STAGES[1] else "call"
+
+
 def _stage(stage: StagePlan) -> Iterator[str]:
     if stage.seconds is None or stage.seconds_per_call is None:
         yield f"{stage.name}: no time, since it does not fit"
         return
-    unit = "step" if stage.name == STAGES[1] else "call"
+    unit = _unit(stage)
     yield (
         f"{stage.name}: {seconds_text(stage.seconds_per_call)} a {unit}, {stage.calls} "
         f"{unit}s, {seconds_text(stage.seconds)}"

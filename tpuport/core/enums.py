@@ -63,6 +63,14 @@ class Tiling(Word):
     OFF = "off"
 
 
+class WeightsOn(Word):
+    """Where the weights of stacked blocks wait; ``auto`` is the host where needed."""
+
+    AUTO = "auto"
+    CHIP = "chip"
+    HOST = "host"
+
+
 class Place(Word):
     """Where the text encoder runs: on the mesh, or on the host's CPU."""
 

@@ -76,3 +76,16 @@ ENTRY %main (g: f32[1024,1024]) -> f32[1024,1024] {{
   ROOT %sent = f32[1024,1024]{{1,0:T(8,128)}} collective-permute-done(%send)
 }}
 """  # noqa: E501
+
+#: A slice of an array in the host's memory, started before some work.
+FROM_HOST = f"""HloModule jit_from_host, is_scheduled=true
+
+ENTRY %main (w: bf16[4,1024,1024], g: f32[1024,1024]) -> bf16[1,1024,1024] {{
+  %w = bf16[4,1024,1024]{{2,1,0:T(8,128)(2,1)S(5)}} parameter(0)
+  %g = f32[1024,1024]{{1,0:T(8,128)}} parameter(1)
+  %one = s32[]{{:T(128)}} constant(1)
+  %dynamic-slice-start = ((bf16[4,1024,1024]{{2,1,0:T(8,128)(2,1)S(5)}}, s32[]{{:T(128)}}, s32[]{{:T(128)}}, s32[]{{:T(128)}}), bf16[1,1024,1024]{{2,1,0:T(8,128)(2,1)}}, u32[]{{:S(2)}}) dynamic-slice-start(%w, %one, %one, %one), dynamic_slice_sizes={{1,1024,1024}}
+  %work = f32[1024,1024]{{0,1:T(8,128)}} copy(%g), {config(70000)}
+  ROOT %dynamic-slice-done = bf16[1,1024,1024]{{2,1,0:T(8,128)(2,1)}} dynamic-slice-done(%dynamic-slice-start)
+}}
+"""  # noqa: E501  (the form is XLA's)

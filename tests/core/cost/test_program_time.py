@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from tests.core.cost.programs import LOOPS, OVERLAP, config
+from tests.core.cost.programs import FROM_HOST, LOOPS, OVERLAP, config
 from tests.core.cost.test_network import network
 from tpuport.core.cost.hlo import Instruction, convolution_flops, parse
 from tpuport.core.cost.network import HOP_SECONDS
@@ -14,6 +15,7 @@ from tpuport.core.cost.program_time import (
     ATTENTION,
     COLLECTIVE,
     HBM,
+    HOST_LINK,
     ICI,
     MATMUL,
     MXU,
@@ -92,6 +94,34 @@ def test_transfers_run_beside_the_core() -> None:
     assert use.exposed_seconds == pytest.approx(link - 17500 / CLOCK)
     assert found.seconds == pytest.approx(link)
     assert {r.name for r in found.rows} == {"send", "work"}
+
+
+def test_what_comes_from_the_host_takes_the_hosts_link() -> None:
+    """2 MiB take 65.5 us, the work beside 40 us; one after the other, the sum."""
+    link, work = (2 << 20) / V6E.host_bandwidth, 70000 / CLOCK
+    found = add_up(FROM_HOST)
+    assert (found.host_bytes, found.link_seconds) == (2 << 20, pytest.approx(link))
+    assert found.seconds == pytest.approx(link)
+    assert found.bounds()[HOST_LINK] == pytest.approx(link - work)
+    assert found.bound == VECTOR
+    *head, start, line, done, end = FROM_HOST.splitlines()
+    late = add_up("\n".join([*head, line, start, done, end]))
+    assert late.seconds == pytest.approx(link + work)
+    assert late.bound == HOST_LINK
+    assert HOST_LINK not in add_up(OVERLAP).bounds()
+
+
+def test_a_copy_from_the_host_says_its_destination_first() -> None:
+    _, start, *_ = parse(FROM_HOST).computations["main"].values()
+    (whole, part) = ("bf16[8]{0:T(8)S(5)}", "bf16[8]{0:T(8)}")
+
+    def copied(source: str, to: str) -> Instruction:
+        shape = f"({to}, {source}, u32[]{{:S(2)}})"
+        return replace(start, opcode="copy-start", shape=shape)
+
+    assert copied(whole, part).from_host
+    assert not copied(part, whole).from_host
+    assert not copied(part, part).from_host
 
 
 def test_a_copy_that_is_waited_for_at_once_holds_up_the_core() -> None:

@@ -112,6 +112,16 @@ class Instruction:
         return sum(array.hbm_bytes for array in self.arrays)
 
     @property
+    def from_host(self) -> bool:
+        """Whether it starts a transfer from the host's memory (``S(5)``)."""
+        places = ["S(5)" in a.layout for a in self.arrays if a.shape]
+        if not self.opcode.endswith("-start") or len(places) < 2:
+            return False
+        # The result has the operand and the destination, of a copy the latter first.
+        source, to = places[1::-1] if self.opcode == "copy-start" else places[:2]
+        return source and not to
+
+    @property
     def config(self) -> dict[str, Any]:
         """The JSON of ``backend_config``; empty where there is none."""
         _, _, text = self.attributes.partition("backend_config=")

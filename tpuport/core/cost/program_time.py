@@ -5,7 +5,8 @@ estimates takes its estimate; a Pallas kernel takes the cycles of its own schedu
 what has neither takes the time of its HBM traffic. A ``while`` takes its trip count
 times its body. Transfers that are started and waited for later (``-start``, ``-done``)
 run beside the core and hold it up only where they are not done in time; those over the
-same link, and those over HBM, run one after the other.
+same link, and those over HBM, run one after the other. What comes from the host's
+memory takes the link to the host.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tpuport.core.mesh.chips import Chip
 ATTENTION, MATMUL, COLLECTIVE, OTHER = "attention", "matmul", "collective", "other"
 CATEGORIES = (ATTENTION, MATMUL, COLLECTIVE, OTHER)
 MXU, VECTOR, HBM, ICI = "MXU", "vector unit", "HBM", "interconnect"
+HOST_LINK = "host link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +125,15 @@ class Account:
         seconds: of one call.
         rows: every instruction that takes time or moves data between devices.
         notes: what could not be known, in words.
+        host_bytes: that come from the host's memory in one call.
+        link_seconds: that these bytes take, waited for or not.
     """
 
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    host_bytes: float = 0.0
+    link_seconds: float = 0.0
 
     def split(self) -> dict[str, float]:
         """Seconds by category."""
@@ -137,10 +143,11 @@ class Account:
         }
 
     def bounds(self) -> dict[str, float]:
-        """Seconds by the unit that limits them."""
+        """Seconds by the unit that limits them; the host's link where it is used."""
+        units = (MXU, VECTOR, HBM, ICI, *((HOST_LINK,) if self.host_bytes else ()))
         return {
             name: math.fsum(r.seconds for r in self.rows if r.bound == name)
-            for name in (MXU, VECTOR, HBM, ICI)
+            for name in units
         }
 
     @property
@@ -211,6 +218,7 @@ class _Flight:
 
     row: Row | None
     ends: float
+    bound: str = HBM
 
 
 def account(
@@ -298,13 +306,17 @@ class _Walk:
                     spent = max(ends - now, row.cycles / self.clock)
                     row.seconds = row.floor = spent * times
                     now += spent
-            elif opcode in ("copy-start", "slice-start"):
+            elif opcode in ("copy-start", "slice-start") or instruction.from_host:
                 # The result's text has the operand as well as the destination: of
                 # a copy between memories the smaller array counts, once.
-                sizes = (a.bytes for a in instruction.arrays if a.shape)
-                seconds = min(sizes, default=0) / self.chip.hbm_bandwidth
-                ends = _occupied(busy, [HBM], now, seconds)
-                flights[instruction.name] = _Flight(None, ends)
+                size = min((a.bytes for a in instruction.arrays if a.shape), default=0)
+                unit, bandwidth = HBM, self.chip.hbm_bandwidth
+                if instruction.from_host:
+                    unit, bandwidth = HOST_LINK, self.chip.host_bandwidth
+                    self.result.host_bytes += size * times
+                    self.result.link_seconds += size / bandwidth * times
+                ends = _occupied(busy, [unit], now, size / bandwidth)
+                flights[instruction.name] = _Flight(None, ends, unit)
             else:
                 now += self._compute(instruction, times)
         return now
@@ -333,7 +345,7 @@ class _Walk:
             return now
         if flight.row is not None:
             return self._held(flight, now, times)
-        flight.row = self._row(instruction, times, category=OTHER, bound=HBM)
+        flight.row = self._row(instruction, times, category=OTHER, bound=flight.bound)
         self._held(flight, now, times)
         return flight.ends
 

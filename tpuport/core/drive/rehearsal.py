@@ -186,6 +186,7 @@ class Rehearsal:
             the scheduler's, and the port's. The middle of all steps but the first.
         held: bytes of weights of each module that stay on a device; modules that do not
             fit together take turns.
+        may_stream: components with weights on the devices that may wait on the host.
     """
 
     programs: tuple[Rehearsed, ...]
@@ -194,6 +195,7 @@ class Rehearsal:
     blocks: Blocks
     host_seconds: float | None
     held: Mapping[str, int]
+    may_stream: frozenset[str] = frozenset()
 
     def in_stages(self, stages: Collection[str]) -> list[Rehearsed]:
         """The programs that some stages call, beside the weights of these stages.
@@ -373,6 +375,11 @@ def rehearse(
             blocks=target.blocks,
             host_seconds=median(between) if between else None,
             held=held,
+            may_stream=frozenset(
+                entry.name.partition(".")[0]
+                for entry in entries
+                if entry.waiting and entry.plan and not entry.plan.streamed
+            ),
         )
 
 

@@ -11,7 +11,9 @@ Sources:
 * book: "How to Scale Your Model", ``jax-ml.github.io/scaling-book/tpus``, the tables
   of section "TPU specs": bandwidth of one interconnect link in one direction, and when
   an axis is a ring. The book's links are a tenth below the bandwidth per chip of Google
-  Cloud's pages shared among the links.
+  Cloud's pages shared among the links. The link to the host: 16 GB/s of v4, about 15 of
+  v5e and v5p, 32 of v6e. For v7x there is no figure: v6e's is assumed for a chip, half
+  of that for each of its two devices.
 * info: ``jax/_src/pallas/mosaic/tpu_info.py`` of jax 0.10.2: VMEM, width of the MXU,
   number of them.
 * libtpu: 0.0.42.1, the error of a program that is too large: the HBM it may use.
@@ -47,6 +49,7 @@ class Chip:
         hbm_bytes: memory of the chip, as Google gives it. [cloud]
         hbm_usable_bytes: what the compiler lets a program use. [libtpu]
         hbm_bandwidth: bytes/s. [cloud]
+        host_bandwidth: bytes/s from the host's memory, in one direction. [book]
         vmem_bytes: on-chip memory of one core. [info]
         mxu_size: rows and columns of one MXU. [info]
         mxus: of one core. [info]
@@ -67,6 +70,7 @@ class Chip:
     hbm_bytes: int
     hbm_usable_bytes: int
     hbm_bandwidth: float
+    host_bandwidth: float
     vmem_bytes: int
     mxu_size: int
     mxus: int
@@ -111,6 +115,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         int(size * GIB) for size in (30.75, 15.75, 95.74, 31.25, 94.75)
     ),
     "hbm_bandwidth": (1228e9, 819e9, 2765e9, 1638e9, 7380e9 / 2),
+    "host_bandwidth": (1.6e10, 1.5e10, 1.5e10, 3.2e10, 1.6e10),
     "vmem_bytes": tuple(size * MIB for size in (16, 128, 64, 128, 64)),
     "mxu_size": (128, 128, 128, 256, 256),
     "mxus": (4, 4, 4, 2, 2),

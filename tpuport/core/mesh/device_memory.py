@@ -45,11 +45,25 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
     return min(found, default=None)
 
 
-def array_bytes(arrays: Iterable[Any]) -> int:
-    """What placed arrays, or ``ShapeDtypeStruct`` with a place, take on one device."""
+#: The kind of memory in which arrays of the host wait for a device.
+HOST = "pinned_host"
+
+
+def on_host(array: Any) -> bool:
+    """Whether an array, or a struct with a place, is in the host's memory."""
+    return getattr(array.sharding, "memory_kind", None) == HOST
+
+
+def array_bytes(arrays: Iterable[Any], *, host: bool = False) -> int:
+    """What placed arrays, or ``ShapeDtypeStruct`` with a place, take on one device.
+
+    Args:
+        host: count those that wait in the host's memory, and no others.
+    """
     return sum(
         math.prod(a.sharding.shard_shape(tuple(a.shape))) * a.dtype.itemsize
         for a in arrays
+        if on_host(a) == host
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.drive.rehearsal import Rehearsal, Rehearsed
-from tpuport.core.mesh.device_memory import plan_of
+from tpuport.core.mesh.device_memory import plan_of, refused_bytes
 from tpuport.core.programs import jax_cache
 from tpuport.core.programs.executable_files import (
     Entry,
@@ -26,6 +26,18 @@ from tpuport.errors import ArtifactError, TpuportError
 
 class CompileError(TpuportError):
     """A program did not compile, or its executable cannot be kept."""
+
+
+class TooLargeError(CompileError):
+    """A program that does not fit a device's memory.
+
+    Attributes:
+        component: whose program.
+    """
+
+    def __init__(self, component: str, message: str) -> None:
+        super().__init__(message)
+        self.component = component
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +137,10 @@ def _build(
             raise CompileError(f"{key.name} cannot be kept: {error}") from error
         except Exception as error:
             # What the compiler raises: too much memory, a kernel that does not lower.
-            raise CompileError(f"{key.name} does not compile: {error}") from error
+            told = f"{key.name} does not compile: {error}"
+            if refused_bytes(str(error)) is not None:
+                raise TooLargeError(program.component, told) from error
+            raise CompileError(told) from error
     return Built(
         entry=entry,
         calls=program.calls,

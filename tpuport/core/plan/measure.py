@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Memory:
             other calls.
         total: the sum; for a program that does not fit, what the compiler says it would
             use.
+        host: bytes of weights that wait in the host's memory for the device; no HBM.
     """
 
     weights: int
@@ -47,6 +48,7 @@ class Memory:
     code: int
     resident: int
     total: int
+    host: int = 0
 
 
 @dataclass(kw_only=True)
@@ -122,6 +124,7 @@ def measure(
     lowered = program.lowered()
     lowered_at = time.perf_counter()
     weights, resident = array_bytes(program.weights.values()), program.resident
+    waiting = array_bytes(program.weights.values(), host=True)
     flops = model_flops(program.traced.jaxpr, program.attention)
     text = refused = ""
     before = time.perf_counter()
@@ -151,7 +154,7 @@ def measure(
         program=program.name,
         component=program.component,
         calls=program.calls,
-        memory=memory,
+        memory=replace(memory, host=waiting),
         limit=chip.hbm_usable_bytes,
         lower_seconds=lowered_at - started,
         compile_seconds=took,

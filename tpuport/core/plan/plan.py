@@ -87,6 +87,12 @@ class StagePlan:
         return self._mean(Account.bounds)
 
     @property
+    def link_seconds(self) -> float | None:
+        """Seconds that weights take from the host, the mean over the calls."""
+        total = self._sum(lambda account: account.link_seconds)
+        return None if total is None else total / self.calls
+
+    @property
     def bound(self) -> str | None:
         """The unit that limits most of the time."""
         bounds = self.bounds()
@@ -108,6 +114,7 @@ class StagePlan:
             "split": self.split(),
             "bounds": self.bounds(),
             "bound": self.bound,
+            "link_seconds": self.link_seconds,
             "model_flops": self.flops,
             "utilization": self.utilization,
             "programs": [_program(p, self.chip) for p in self.programs],
@@ -178,6 +185,11 @@ class Plan:
         return max((p.memory.total for p in self.programs), default=0)
 
     @property
+    def host_bytes(self) -> int:
+        """The most weights that wait in the host's memory for one device."""
+        return max((p.memory.host for p in self.programs), default=0)
+
+    @property
     def compile_seconds(self) -> float:
         """Seconds of compiling all programs, without tracing."""
         return math.fsum(p.compile_seconds for p in self.programs)
@@ -215,6 +227,7 @@ class Plan:
             "fits": self.fits,
             "hbm_bytes_per_chip": self.hbm_bytes,
             "hbm_limit_bytes": self.chip.hbm_usable_bytes,
+            "host_bytes_per_chip": self.host_bytes,
             "seconds_per_step": self.seconds_per_step,
             "floor_per_step": denoise.floor_per_call if denoise else None,
             "stage_seconds": {

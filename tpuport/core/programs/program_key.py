@@ -24,6 +24,7 @@ from tpuport.core.files.fingerprint import version
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.typed import checked
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.device_memory import on_host
 
 #: Raised when the meaning of a field changes.
 KEY_VERSION = 2
@@ -258,12 +259,13 @@ def _without(config: Any) -> Any:
 
 
 def array_text(leaf: Any) -> str:
-    """Dtype, shape and split of an array, such as ``bfloat16[2, 226, 4096]``."""
+    """Dtype, shape, split and memory of an array: ``bfloat16[2, 226, 4096]``."""
     shape = ", ".join(map(str, leaf.shape))
     parts = list(getattr(leaf.sharding, "spec", ()))
     while parts and parts[-1] is None:
         parts.pop()
-    text = f"{leaf.dtype}[{shape}]"
+    waits = " on the host" if on_host(leaf) else ""
+    text = f"{leaf.dtype}[{shape}]{waits}"
     return f"{text} split {tuple(parts)}" if parts else text
 
 

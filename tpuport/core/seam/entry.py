@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from jax.sharding import NamedSharding
 
 from tpuport.core.arrays import array_dtype, to_numpy
-from tpuport.core.enums import denoises
+from tpuport.core.enums import WeightsOn, denoises
 from tpuport.core.mesh.mesh_use import check_used
 from tpuport.core.mesh.pictures import picture_sharding
 from tpuport.core.seam.arithmetic import Arithmetic
@@ -31,7 +32,7 @@ from tpuport.core.seam.module_state import (
     forgetting,
     without_numbers,
 )
-from tpuport.core.seam.program_runs import Out, Program, ProgramRuns
+from tpuport.core.seam.program_runs import Out, Program, ProgramRuns, TooLargeError
 from tpuport.core.seam.values import (
     Form,
     content_of,
@@ -46,6 +47,7 @@ from tpuport.core.space.pictures import Pictures, pictures_of
 from tpuport.core.space.split_program import Call, SplitTracing
 from tpuport.core.tracing.block_stacks import StackError
 from tpuport.core.tracing.context import Active, activated, counted
+from tpuport.core.weights.gathering import usable_memory
 from tpuport.errors import TpuportError
 
 #: Programs of one forward that differ in the values of their masks, at most.
@@ -214,6 +216,11 @@ class Entry(ProgramRuns):
         self.settle()
         self._journal.reporter.compiling(component, self.name)
         program, constant = self._compiled(given, known.constant)
+        if self._too_large(program, given.state):
+            assert self._blocks is not None
+            self._too_large_on_chip = True
+            self._rebuild(self._blocks)
+            program, constant = self._compiled(given, constant)
         for record in program.attention:
             if record.notice:
                 self._journal.notice(f"{component}: attention: {record.notice}")
@@ -273,6 +280,25 @@ class Entry(ProgramRuns):
             seconds = time.perf_counter() - started
             dtypes = self._dtypes(program, given)
             return replace(program, trace_seconds=seconds, dtypes=dtypes), constant
+
+    def _too_large(self, program: Program, state: State) -> bool:
+        """Whether a program is refused that would be smaller with weights on the host.
+
+        A program that fits is compiled then. Two calls as one are another program.
+        """
+        assert self.plan is not None
+        auto = self.target.weights_on == WeightsOn.AUTO and not self.plan.streamed
+        if not auto or not self.waiting or self._journal.op_by_op:
+            return False
+        if math.isinf(usable_memory(self.target.mesh.devices.flat)):
+            return False  # no chip
+        if self._may_wait(program, state):
+            return False
+        try:
+            program.runs[()] = self._made_of(program, ())
+        except TooLargeError:
+            return True
+        return False
 
     def _dtypes(self, program: Program, given: _Given) -> tuple[torch.dtype, ...]:
         """Upstream's dtypes of the tensors in forward's result, if a program loses any.

@@ -13,7 +13,9 @@ import jax
 import torch
 
 from tpuport.core.arrays import to_numpy
+from tpuport.core.enums import WeightsOn
 from tpuport.core.mesh.mesh_use import undivided
+from tpuport.core.reports import bytes_text
 from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.module_state import ModuleTree
@@ -23,15 +25,20 @@ from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.patching import Status
 from tpuport.core.tracing.ported_module import PortedModule, WeightNames
 from tpuport.core.tracing.runtime import Runtime
-from tpuport.core.weights.gathering import gathered, room_for_weights
+from tpuport.core.weights.gathering import (
+    gathered,
+    room_for_weights,
+    usable_memory,
+)
 from tpuport.core.weights.placement import abstract_weights
 from tpuport.core.weights.sharding import (
     ShardingPlan,
     UndividedError,
     plan_sharding,
 )
+from tpuport.core.weights.streaming import streamable, streaming
 from tpuport.core.weights.transforms import transformer
-from tpuport.errors import ShardingError
+from tpuport.errors import ShardingError, UsageError
 
 #: Bytes of weights that every device may hold of a component that upstream calls once
 #: a video. To bring more to every device takes longer than to gather it there.
@@ -60,6 +67,7 @@ class ModuleWeights:
     Attributes:
         target: what its programs are made for.
         plan: where the weights go, once that is known.
+        waiting: the weights that may wait on the host -> bytes of each on a device.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class ModuleWeights:
         self._devices, self._journal = arithmetic.devices, arithmetic.journal
         self.target = self._asked = _target_of(name, self._devices.target)
         self.plan: ShardingPlan | None = None
+        self.waiting: Mapping[str, int] = {}
         self._tree = ModuleTree(module)
         self._tensors: tuple[Any, ...] = ()
         self._kinds: tuple[Any, ...] = ()
@@ -84,6 +93,9 @@ class ModuleWeights:
         self._claim: Claim | None = None
         self._structs: Mapping[str, Any] = {}
         self._each_step = is_denoiser(module)
+        component = name.partition(".")[0]
+        #: Whether ``auto`` is the host, because a program was refused for its size.
+        self._too_large_on_chip = component in self.target.streamed
 
     @property
     def patches(self) -> tuple[Status, ...]:
@@ -168,8 +180,38 @@ class ModuleWeights:
         elif not self._each_step:
             room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)
+        self.waiting = streamable(self.plan, ported, stored)
+        if self._streams():
+            self.plan = streaming(self.plan, self.waiting)
         self._structs = abstract_weights(ported, self.plan, mesh)
         self._ported = ported
+
+    def _streams(self) -> bool:
+        """Whether the weights of stacked blocks wait on the host.
+
+        Raises:
+            UsageError: they are to wait there, and no block runs under a scan.
+        """
+        asked, plan = self.target.weights_on, self.plan
+        assert plan is not None
+        if asked == WeightsOn.HOST:
+            if not self.waiting and (self._each_step or self.target.alone):
+                raise UsageError(
+                    f"--weights-on host (weights_on=): {self.name} has no large blocks "
+                    "that run under one scan, so nothing can stream; leave it out"
+                )
+            return bool(self.waiting)
+        if asked == WeightsOn.CHIP or not self.waiting:
+            return False
+        limit = usable_memory(self.target.mesh.devices.flat)
+        if not self._too_large_on_chip and plan.bytes_per_device <= limit:
+            return False
+        size = bytes_text(sum(self.waiting.values()))
+        self._journal.notice(
+            f"{self.name} does not fit a chip: {size} of its blocks' weights wait in "
+            "the host's memory and stream (--weights-on host)"
+        )
+        return True
 
     def _tables(self, stored: Container[str], mesh: Mapping[str, int]) -> Layout:
         """A layout of large tables of embeddings, by features."""

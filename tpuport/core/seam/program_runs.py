@@ -24,7 +24,8 @@ from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import GATHERS
-from tpuport.core.reports import CompileReport
+from tpuport.core.mesh.device_memory import refused_bytes
+from tpuport.core.reports import CompileReport, bytes_text
 from tpuport.core.seam.arithmetic import FEWEST
 from tpuport.core.seam.device_tensors import DeviceTensor, Value
 from tpuport.core.seam.devices import TracedProgram
@@ -94,6 +95,10 @@ class _Waiting:
         """The call was made."""
         for answer, array in zip(self.answers, arrays, strict=True):
             answer.answered(array)
+
+
+class TooLargeError(TpuportError):
+    """A program that does not fit a chip, and is smaller with weights on the host."""
 
 
 class _ApartError(TpuportError):
@@ -257,7 +262,17 @@ class ProgramRuns(ModuleWeights):
             seconds = time.perf_counter() - started
             attention = doubled(program.attention)
             program = replace(program, traced=traced, attention=attention)
-        run, self._made = self._devices.compiled(program, seconds)
+        try:
+            run, self._made = self._devices.compiled(program, seconds)
+        except Exception as error:  # jaxlib raises one class for everything
+            used = refused_bytes(str(error))
+            assert self.plan is not None
+            if used is None or not self.waiting or self.plan.streamed:
+                raise
+            raise TooLargeError(
+                f"{self.name} needs {bytes_text(used)} of a chip, which has less: "
+                "stream its blocks' weights by --weights-on host (weights_on=)"
+            ) from error
         self._journal.reporter.compiled(self._made)
         return run
 

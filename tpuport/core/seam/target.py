@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.core.enums import Blocks, denoises
+from tpuport.core.enums import Blocks, WeightsOn, denoises
 from tpuport.core.programs.built_folder import BuiltFolder
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.forward_split import ForwardSplit
@@ -65,6 +65,9 @@ class Target:
         cache: a folder where jax keeps compiled programs; ``None`` keeps none.
         built: executables that are used in place of compiling.
         in_parts: weights of stacked blocks are held in parts though they fit.
+        weights_on: where the weights of stacked blocks wait.
+        streamed: components whose programs were refused for their size, so that
+            ``auto`` is the host for them.
     """
 
     mesh: jax.sharding.Mesh
@@ -78,11 +81,20 @@ class Target:
     implementation: AttentionChoice = AttentionChoice()
     alone: bool = False
     in_parts: bool = False
+    weights_on: WeightsOn = WeightsOn.AUTO
+    streamed: frozenset[str] = frozenset()
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:
         """The whole array on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+    def streaming(self, components: frozenset[str]) -> Target:
+        """This target with the weights of some components on the host."""
+        if not components:
+            return self
+        general = self.general and self.general.streaming(components)
+        return replace(self, streamed=components, general=general)
 
     def splits_space(self, name: str) -> bool:
         """Whether programs of a module, or of a part, are split in space.

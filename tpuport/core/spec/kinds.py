@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tpuport.core.arrays import dtype_name
-from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling, Word
+from tpuport.core.enums import (
+    Backend,
+    Blocks,
+    Dtype,
+    Place,
+    StageName,
+    Tiling,
+    WeightsOn,
+    Word,
+)
 from tpuport.core.files import sources
 from tpuport.core.files.run_record import CheckpointEvery
 from tpuport.core.files.typed import read_text
@@ -184,6 +193,8 @@ def _word(words: type[T]) -> Callable[[Any], T]:
 blocks = _word(Blocks)
 backend = _word(Backend)
 place = _word(Place)
+
+weights_on = _word(WeightsOn)
 stage = _word(StageName)
 
 

@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling
+from tpuport.core.enums import (
+    Backend,
+    Blocks,
+    Dtype,
+    Place,
+    StageName,
+    Tiling,
+    WeightsOn,
+)
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
@@ -319,6 +327,12 @@ class RunSettings:
         "--sharding LAYOUT",
         "How weights are split; see `tpuport models`.",
         default=DEFAULT_LAYOUT,
+    )
+    weights_on: WeightsOn = how(
+        kinds.weights_on,
+        "--weights-on auto|chip|host",
+        "host streams blocks from the host's memory; auto if nothing else fits.",
+        default=WeightsOn.AUTO,
     )
     blocks: Blocks = how(
         kinds.blocks,

@@ -12,6 +12,11 @@ Where some kinds of blocks take turns, the body is one block of each kind.
 The state is found by looking: the arguments of a block that the block before returned.
 All other arguments must be the very same objects for every block of a kind, or tensors
 alike that were all there before the first block ran: a text of each block's own.
+
+Weights that wait in the host's memory stream: while a round of blocks computes, the
+weights of the next round are on their way. The loop carries them, and its body is two
+rounds: with one, XLA fetches them into the buffer that the round reads, and so begins
+only after the round.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ def scanned(
     weights: Mapping[str, jax.Array],
     env: Any,
     gathered: Mapping[str, jax.sharding.NamedSharding],
+    streamed: Mapping[str, jax.sharding.NamedSharding],
 ) -> Iterator[None]:
     """In this block calls of stacked blocks run under scans.
 
@@ -49,6 +55,8 @@ def scanned(
         env: the torchax environment, active.
         gathered: by array, the sharding in which a block uses a weight that is held in
             more parts.
+        streamed: by array, the sharding of one block on the devices of a weight that
+            waits in the host's memory.
 
     Raises:
         StackError: from a block's call, when the loop over the blocks does more than
@@ -56,7 +64,7 @@ def scanned(
     """
     replacements: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
     for stack in stacks:
-        runner = _Runner(stack, weights, env, gathered)
+        runner = _Runner(stack, weights, env, gathered, streamed)
         replacements += [
             (block, runner.forward_of(index, block))
             for index, block in enumerate(stack.blocks)
@@ -66,7 +74,10 @@ def scanned(
 
 
 def slices(
-    stack: Stack, weights: Mapping[str, jax.Array], env: Any
+    stack: Stack,
+    weights: Mapping[str, jax.Array],
+    env: Any,
+    streamed: Mapping[str, jax.sharding.NamedSharding],
 ) -> dict[str, torch.Tensor]:
     """The tensors of each block by their own names, cut out when they are read."""
     found: dict[str, torch.Tensor] = {}
@@ -75,11 +86,25 @@ def slices(
         struct = jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
         for index, name in enumerate(members):
 
-            def read(whole: jax.Array = whole, index: int = index) -> jax.Array:
-                return jax.lax.index_in_dim(whole, index, keepdims=False)
+            def read(array: str = array, index: int = index) -> jax.Array:
+                one = jax.lax.index_in_dim(weights[array], index, keepdims=False)
+                return _on_device(one, streamed.get(array))
 
             found[name] = deferred(struct, env, read)
     return found
+
+
+def _on_device(x: jax.Array, place: jax.sharding.NamedSharding | None) -> jax.Array:
+    """``x`` on the devices; without a place it is there."""
+    return x if place is None else jax.device_put(x, place)
+
+
+def _cut(whole: jax.Array, index: Any) -> jax.Array:
+    """One of the arrays along the leading dim."""
+    one: jax.Array = jax.lax.dynamic_index_in_dim(
+        whole, index, keepdims=False, allow_negative_indices=False
+    )
+    return one
 
 
 @dataclass(eq=False)
@@ -90,6 +115,7 @@ class _Runner:
     weights: Mapping[str, jax.Array]
     env: Any
     gathered: Mapping[str, jax.sharding.NamedSharding]
+    streamed: Mapping[str, jax.sharding.NamedSharding]
     chain: _Chain | None = None
     breaks: int = 0
 
@@ -101,6 +127,25 @@ class _Runner:
         """The weights of one kind of block, by tensor."""
         names = self.stack.names(turn)
         return {tensor: self.weights[name] for tensor, name in names.items()}
+
+    def fetched(self, array: str, place: Any) -> jax.Array:
+        """One block's part of an array, on the devices."""
+        return _on_device(_cut(self.weights[array], place), self.streamed.get(array))
+
+    def round(self, start: int, number: Any) -> dict[str, jax.Array]:
+        """What a round of a scan streams, by array.
+
+        Args:
+            start: the scan's first block.
+            number: of the round.
+        """
+        turns = self.stack.period
+        return {
+            array: self.fetched(array, number + index // turns)
+            for index in range(start, start + turns)
+            for array in self.stack.names(self.turn(index)).values()
+            if array in self.streamed
+        }
 
     def traced(self, index: int, call: BlockCall, **state: Any) -> TracedBlock:
         """A block's call, traced for all blocks of its kind."""
@@ -278,23 +323,30 @@ class _Chain:
         turns = self.runner.stack.period
         indices = range(start, start + turns)
 
-        def step(carry: tuple[Any, list[Any]], own: Any) -> Any:
-            place, values = carry
+        def step(carry: tuple[Any, list[Any], dict[str, Any]], own: Any) -> Any:
+            place, values, here = carry
+            coming: dict[str, jax.Array] = {}
+            if here:
+                # The last round fetches its own weights again: a branch would wait.
+                coming = self.runner.round(start, jnp.minimum(place + 1, rounds - 1))
             given = list(arrays)
             for slot, value in zip(slots, values, strict=True):
                 given[slot] = value
             for index, more in zip(indices, own, strict=True):
                 for slot, array in more.items():
                     given[slot] = array
-                out = self._block(index, given, place + index // turns)
+                out = self._block(index, given, place + index // turns, here)
                 given = self._at(index + 1).given(out)
-            return (place + 1, [given[slot] for slot in slots]), None
+            return (place + 1, [given[slot] for slot in slots], coming), None
 
         stop = start + rounds * turns
         own = [self._stacked(range(index, stop, turns)) for index in indices]
         # Layers are picked by their index: cutting a part of the stack would copy it.
-        carry = (0, [arrays[slot] for slot in slots])
-        (_, values), _ = jax.lax.scan(step, carry, own, length=rounds)
+        here = self.runner.round(start, 0)
+        carry = (0, [arrays[slot] for slot in slots], here)
+        (_, values, _), _ = jax.lax.scan(
+            step, carry, own, length=rounds, unroll=2 if here else 1
+        )
         after = self._owned(stop, arrays)
         for slot, value in zip(slots, values, strict=True):
             after[slot] = value
@@ -309,19 +361,27 @@ class _Chain:
             for slot in sorted(slots)
         }
 
-    def _block(self, index: int, arrays: list[Any], place: Any = None) -> list[Any]:
+    def _block(
+        self,
+        index: int,
+        arrays: list[Any],
+        place: Any = None,
+        here: Mapping[str, jax.Array] | None = None,
+    ) -> list[Any]:
         """A block on its weights.
 
         Args:
             place: of a block among those of its kind; ``None`` for block ``index``.
+            here: its weights that have come from the host, by array.
         """
         if place is None:
             place = index // self.runner.stack.period
+        here = here or {}
         layer = {
-            name: jax.lax.dynamic_index_in_dim(
-                whole, place, keepdims=False, allow_negative_indices=False
-            )
-            for name, whole in self.runner.arrays(self.runner.turn(index)).items()
+            tensor: here[array] if array in here else self.runner.fetched(array, place)
+            for tensor, array in self.runner.stack.names(
+                self.runner.turn(index)
+            ).items()
         }
         return self._at(index)(layer, arrays)
 

@@ -86,6 +86,8 @@ class PortedModule:
             under a name such as ``blocks.*.linear.weight``.
         gathered: sharding of one block, by array, for stacked arrays whose blocks are
             gathered for use.
+        streamed: sharding of one block on the devices, by array, for stacked arrays
+            that wait in the host's memory.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class PortedModule:
         self.stacks = tuple(stacks)
         self.arrays: Mapping[str, tuple[str, ...]] = _arrays(self.names, self.stacks)
         self.gathered: Mapping[str, jax.sharding.NamedSharding] = {}
+        self.streamed: Mapping[str, jax.sharding.NamedSharding] = {}
 
     def call(self, weights: Weights, run: Callable[[Any], Any], given: Any) -> Any:
         """``run(given)`` with these weights in the module and tensors for arrays.
@@ -125,11 +128,11 @@ class PortedModule:
         with self.runtime.tracing():
             tensors = env.j2t_iso({k: v for k, v in values.items() if k not in stacked})
             for stack in loaded:
-                tensors |= slices(stack, values, env)
+                tensors |= slices(stack, values, env, self.streamed)
             with (
                 _eval_mode(self.module),
                 _reparametrize_module(self.module, tensors),
-                scanned(loaded, values, env, self.gathered),
+                scanned(loaded, values, env, self.gathered, self.streamed),
             ):
                 return env.t2j_iso(run(env.j2t_iso(given)))
 

@@ -26,12 +26,17 @@ WEIGHT_SHARE = 0.7
 SMALLEST = 1 << 16
 
 
-def room_for_weights(devices: Iterable[jax.Device]) -> float:
-    """Bytes of a device that weights may take; no limit if the chip is not a TPU."""
+def usable_memory(devices: Iterable[jax.Device]) -> float:
+    """Bytes of a device that programs may use; no limit if the chip is not a TPU."""
     device = next(iter(devices))
     if device.platform != "tpu":
         return math.inf
-    return WEIGHT_SHARE * chip_named(chip_of(device)).hbm_usable_bytes
+    return chip_named(chip_of(device)).hbm_usable_bytes
+
+
+def room_for_weights(devices: Iterable[jax.Device]) -> float:
+    """Bytes of a device that weights may take; no limit if the chip is not a TPU."""
+    return WEIGHT_SHARE * usable_memory(devices)
 
 
 def gathered(

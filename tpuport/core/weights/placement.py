@@ -2,7 +2,8 @@
 
 A stack of blocks is filled on the devices: the devices make empty buffers, and every
 tensor is written into its buffer as it comes. The host holds no more of a stack than of
-any other weight, and the devices hold each weight once.
+any other weight, and the devices hold each weight once. A stack that waits on the host
+is put together there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype
+from tpuport.core.mesh.device_memory import HOST, on_host
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
@@ -35,7 +37,7 @@ def abstract_weights(
 
     A stack is split like its blocks; its leading dim is whole. Buffers that no file
     holds are replicated. ``ported.gathered`` notes weights that the plan holds in more
-    parts than a block uses.
+    parts than a block uses, ``ported.streamed`` those that wait on the host.
 
     Args:
         ported: the module, which may be on the meta device.
@@ -49,6 +51,7 @@ def abstract_weights(
     replicated = NamedSharding(mesh, PartitionSpec())
     tensors = ported.tensors()
     found: dict[str, jax.ShapeDtypeStruct] = {}
+    streamed: dict[str, NamedSharding] = {}
     for array, members in ported.arrays.items():
         each = {name: shardings.get(name, replicated) for name in members}
         sharding = each[members[0]]
@@ -60,7 +63,11 @@ def abstract_weights(
                     "are all split alike"
                 )
         if ported.leading(array):
-            sharding = NamedSharding(mesh, PartitionSpec(None, *sharding.spec))
+            if members[0] in plan.streamed:
+                streamed[array] = sharding.with_memory_kind("device")
+            kind = HOST if members[0] in plan.streamed else None
+            spec = PartitionSpec(None, *sharding.spec)
+            sharding = NamedSharding(mesh, spec, memory_kind=kind)
         one = tensors[members[0]]
         shape = ported.leading(array) + tuple(one.shape)
         place = sharding if ported.leading(array) else in_order(shape, sharding)
@@ -70,7 +77,7 @@ def abstract_weights(
         for array, members in ported.arrays.items()
         if members[0] in plan.held
     }
-    ported.gathered = used_as
+    ported.gathered, ported.streamed = used_as, streamed
     return found
 
 
@@ -83,7 +90,7 @@ def place_weights(
 
     Each tensor is on its way to the devices before the next is read, and at most two
     are in flight. Stacks of up to :data:`GATHERED_BYTES` are put together on the
-    host, which compiles no program for their shapes.
+    host, which compiles no program for their shapes; so are stacks that stay there.
 
     Args:
         wanted: the result of :func:`abstract_weights`.
@@ -104,7 +111,7 @@ def place_weights(
         write: Any = None
         if len(members) == 1:
             part = jax.device_put(tensor, struct.format, may_alias=False)
-        elif struct.size * struct.dtype.itemsize <= GATHERED_BYTES:
+        elif on_host(struct) or struct.size * struct.dtype.itemsize <= GATHERED_BYTES:
             layers = gathered.setdefault(array, [None] * len(members))
             layers[index] = tensor
             if any(layer is None for layer in layers):

@@ -108,6 +108,9 @@ class ShardingPlan:
             gathered for use; see :mod:`tpuport.core.weights.gathering`.
         gathered_over: the axes of these parts.
         gathered_bytes_per_device: bytes that parts save on each device.
+        streamed: weights that wait in the host's memory; see
+            :mod:`tpuport.core.weights.streaming`. ``bytes_per_device`` is without them.
+        host_bytes_per_device: of these, what each device streams.
     """
 
     component: str
@@ -120,6 +123,8 @@ class ShardingPlan:
     held: Mapping[str, Spec] = field(default_factory=dict)
     gathered_over: tuple[str, ...] = ()
     gathered_bytes_per_device: int = 0
+    streamed: frozenset[str] = frozenset()
+    host_bytes_per_device: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; the spec of every weight is left out."""
@@ -134,6 +139,10 @@ class ShardingPlan:
                 "over": list(self.gathered_over),
                 "weights": len(self.held),
                 "bytes_per_device": self.gathered_bytes_per_device,
+            },
+            "streamed": {
+                "weights": len(self.streamed),
+                "host_bytes_per_device": self.host_bytes_per_device,
             },
         }
 
@@ -160,6 +169,11 @@ class ShardingPlan:
                 f"{len(self.held)} weights in parts over "
                 f"{'+'.join(self.gathered_over)}, gathered block by block: "
                 f"{bytes_text(self.gathered_bytes_per_device)} per device less"
+            )
+        if self.streamed:
+            told.append(
+                f"{len(self.streamed)} weights on the host, streamed block by block: "
+                f"{bytes_text(self.host_bytes_per_device)} per device"
             )
         return told
 
