@@ -212,7 +212,6 @@ class VideoRun(PipelineCall):
             "on_host": list(settings.on_host),
             "blocks": settings.blocks,
             "sharding": settings.sharding,
-            "weights_on": settings.weights_on,
             "vae": settings.vae,
             "vae_tiling": settings.vae_tiling,
         }
