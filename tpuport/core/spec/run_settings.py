@@ -330,8 +330,8 @@ class RunSettings:
     )
     weights_on: WeightsOn = how(
         kinds.weights_on,
-        "--weights-on auto|chip|host",
-        "host streams blocks from the host's memory; auto if nothing else fits.",
+        "--weights-on PLACE",
+        "auto, chip or host: blocks stream from there.",
         default=WeightsOn.AUTO,
     )
     blocks: Blocks = how(
@@ -343,7 +343,7 @@ class RunSettings:
     vae: str = how(
         kinds.text,
         "--vae NAME",
-        "Another form of the autoencoder; see `tpuport models`.",
+        "A form of the autoencoder; see `tpuport models`.",
         default=TORCHAX,
     )
     vae_tiling: Tiling | None = how(
