@@ -343,7 +343,7 @@ class RunSettings:
     vae: str = how(
         kinds.text,
         "--vae NAME",
-        "A form of the autoencoder; see `tpuport models`.",
+        "Another autoencoder; see `tpuport models`.",
         default=TORCHAX,
     )
     vae_tiling: Tiling | None = how(
