@@ -11,10 +11,10 @@ TYPE_CHECKING = False  # of `typing`, which takes milliseconds to import
 if TYPE_CHECKING:
     from typing import Any
 
-    from tpuport.api import port, ported, unport
+    from tpuport.api import port, ported, preview, unport
     from tpuport.errors import TpuportError
 
-__all__ = ["TpuportError", "__version__", "port", "ported", "unport"]
+__all__ = ["TpuportError", "__version__", "port", "ported", "preview", "unport"]
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
         from tpuport.errors import TpuportError
 
         return TpuportError
-    if name in ("port", "ported", "unport"):
+    if name in ("port", "ported", "preview", "unport"):
         from tpuport import api
 
         return getattr(api, name)

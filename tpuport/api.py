@@ -1,4 +1,4 @@
-"""The public Python API: :func:`port`, :func:`ported` and :func:`unport`."""
+"""The public Python API: :func:`port` and :func:`unport`, and :func:`preview`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ from tpuport.targets import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tpuport.core.preview.previews import Preview
+
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
 
 
@@ -163,3 +167,36 @@ def ported(target: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         yield found
     finally:
         unport(found)
+
+
+def preview(
+    pipeline: Any, call: Mapping[str, Any], cache_dir: str | Path | None = None
+) -> Preview:
+    """What makes frames of latents, in upstream's ``callback_on_step_end``.
+
+    Args:
+        pipeline: ported, and about to be called.
+        call: the keywords of that call. A callback among them is left out.
+        cache_dir: where the colours of an autoencoder's latents are kept; without it
+            none are.
+
+    Returns:
+        called with the latents of a step of that call, packed or not, it gives uint8
+        frames [frames, height, width, 3], a pixel for each pixel of the latents. It
+        raises a :class:`TpuportError` where a pipeline's latents cannot be shown.
+
+    Raises:
+        UsageError: the pipeline is not ported.
+    """
+    from pathlib import Path
+
+    from tpuport.core.preview.previews import Preview
+    from tpuport.core.seam.ported import is_ported, seam_of
+
+    if not is_ported(pipeline):
+        raise UsageError(
+            f"preview() takes a ported pipeline; call tpuport.port() with the "
+            f"{type(pipeline).__name__} first"
+        )
+    folder = None if cache_dir is None else Path(cache_dir) / "previews"
+    return Preview(pipeline, call, seam_of(pipeline).journal, folder)

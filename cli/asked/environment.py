@@ -51,7 +51,7 @@ _QUIET = {
 _LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg")
 
 #: The folders in the cache folder that commands write to.
-_FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules")
+_FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules", "previews")
 
 
 #: What every run imports sooner or later, and what takes long of that.

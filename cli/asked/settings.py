@@ -18,6 +18,7 @@ from tpuport.core.spec.run_settings import (
     DEMO,
     EVERY,
     FILES,
+    INSIDE,
     WHAT,
     WHERE,
     Asked,
@@ -109,6 +110,14 @@ class Settings(RunSettings, Asked):
         "Videos that are made together, in one call.",
         commands="GEPC",
         panel=WHAT,
+    )
+    preview: bool = setting(
+        kinds.flag,
+        "--preview",
+        "Show frames while steps run.",
+        default=False,
+        commands="GNS",
+        panel=INSIDE,
     )
     report: Path | None = setting(
         kinds.path,

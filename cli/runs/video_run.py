@@ -26,6 +26,7 @@ from tpuport.cli.runs.checks import (
     check_vae,
     upstreams_errors,
 )
+from tpuport.cli.runs.previewed import preview_file, previewed
 from tpuport.cli.runs.size_class import sized
 from tpuport.cli.shown.output import check_report, say
 from tpuport.core.arrays import torch_dtype
@@ -130,6 +131,7 @@ class VideoRun(PipelineCall):
             before it is called, the step cache, and what looks at the calls.
         kept: the run's folder; ``None`` to keep nothing.
         until: the stage to end with.
+        preview: a file for frames while steps run; ``None`` for none.
     """
 
     placed: PlacedMesh
@@ -146,6 +148,7 @@ class VideoRun(PipelineCall):
     inspection: Inspection | None = None
     kept: PipelineRun | None = None
     until: StageName | None = None
+    preview: Path | None = None
 
     @classmethod
     def prepared(
@@ -265,6 +268,10 @@ class VideoRun(PipelineCall):
             until: the stage to end with.
         """
         self.kept, self.until = kept, until
+        if self.settings.preview and until != StageName.ENCODE:
+            assert kept is not None
+            place = outputs.paths[0] if outputs else kept.path / "denoise"
+            self.preview = preview_file(place)
         self.reporter.say(self._in_words())
         if until is not None and kept is not None and kept.finished(until):
             self.reporter.say(f"{until}: finished in {kept.path}, reused")
@@ -388,6 +395,17 @@ class VideoRun(PipelineCall):
                 checkpoints = stack.enter_context(
                     Checkpoints(tape, folder, every, self.reporter)
                 )
+            if self.preview is not None:
+                assert self.settings.cache_dir is not None
+                showing = previewed(
+                    *(self.pipeline, given, self.journal),
+                    cache=self.settings.cache_dir,
+                    file=self.preview,
+                    reporter=self.reporter,
+                    load=self.load,
+                    tape=tape,
+                )
+                stack.enter_context(showing)
             try:
                 with upstreams_errors(type(self.pipeline).__name__):
                     how: dict[str, Any] = {"caches": self.caches}

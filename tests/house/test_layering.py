@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("pipelines",),
         ("seam",),
         ("drive",),
+        ("preview",),
         ("run",),
         ("cost",),
         ("plan",),

@@ -233,6 +233,14 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line for people."""
 
+    def picture(self, drawn: str, rows: int) -> None:
+        """A picture in the terminal, in place of the one before.
+
+        Args:
+            drawn: what the terminal draws it from; the cursor may go anywhere.
+            rows: of the terminal that the picture takes.
+        """
+
     def idle(self) -> None:
         """Nothing is under way any more, also after an error."""
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from tpuport.core.reports import (
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.segment import Segment
 
 #: Seconds: the longest silence where there is no terminal.
 BEAT = 5.0
@@ -140,6 +141,10 @@ class Display(Reporter):
         """A line that stays."""
         self._line.say(text)
 
+    def picture(self, drawn: str, rows: int) -> None:
+        """Above the line that moves; elsewhere nothing."""
+        self._line.picture(drawn, rows)
+
     def began(self, what: str) -> None:
         """Work begins, maybe as part of other work."""
         self._begin(_Work(what, time.monotonic()))
@@ -243,6 +248,8 @@ class _Moving:
     def __init__(self, status: Callable[[], tuple[str, str]]) -> None:
         self._status = status
         self._live: Live | None = None
+        #: Of a picture with nothing between it and the line.
+        self._rows = 0
 
     def _render(self) -> object:
         from rich.text import Text
@@ -264,18 +271,42 @@ class _Moving:
         )
         self._live.start()
 
+    def picture(self, drawn: str, rows: int) -> None:
+        from rich.segment import ControlType, Segment
+
+        live = self._live
+        if live is None:
+            return
+        room = "" if rows == self._rows else "\n" * rows
+        self._rows = rows
+        # Up to where the picture begins, and back to where the line is.
+        text = f"{room}\x1b7\x1b[{rows}A\r{drawn}\x1b8"
+        told = Segment(text, None, [(ControlType.CARRIAGE_RETURN,)])
+        live.console.print(_Raw(told), end="", soft_wrap=True)
+
     def stop(self, said: str, line: str) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
+            self._live, self._rows = None, 0
         if line:
             self.say(line)
 
     def say(self, text: str) -> None:
+        self._rows = 0
         if self._live is None:
             _put(f"{text}\n")
         else:
             self._live.console.print(text, markup=False, soft_wrap=True)
+
+
+class _Raw:
+    """Bytes for the terminal, which rich hands on as they are."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def __rich_console__(self, *about: object) -> Iterator[Segment]:
+        yield self._segment
 
 
 class _Growing:
@@ -321,6 +352,9 @@ class _Growing:
         while self._words_after <= passed:
             self._words_after *= 2
         self._write(f" {how_far}" if self._open else f"{what} ... {how_far}")
+
+    def picture(self, drawn: str, rows: int) -> None:
+        pass
 
     def stop(self, said: str, line: str) -> None:
         with self._lock:

@@ -75,6 +75,8 @@ class Journal:
         answer: gives the result of a call; by default, by running the call.
         on_step: gives the result of a scheduler's step, of the scheduler and what makes
             the step; by default the step is made, and programs end where the step ends.
+        on_answer: told the result of each call.
+        on_result: told the scheduler and the result of each step.
         ran: the last program that ran, compiled.
         op_by_op: whether programs run op by op, to debug.
     """
@@ -85,6 +87,8 @@ class Journal:
         self.on_call: Callable[[str], None] = lambda name: None
         self.answer: Callable[[Asked], Any] = Asked.run
         self.on_step: Callable[[Any, Callable[[], Any]], Any] | None = None
+        self.on_answer: Callable[[Asked, Any], None] = lambda asked, answer: None
+        self.on_result: Callable[[Any, Any], None] = lambda scheduler, result: None
         self.ran: Any = None
         self.op_by_op = False
         self.between = Between()
@@ -100,9 +104,11 @@ class Journal:
     def step(self, scheduler: Any, run: Callable[[], Any]) -> Any:
         """The result of a scheduler's step, which ``run`` makes."""
         if self.on_step is not None:
-            return self.on_step(scheduler, run)
-        result = run()
-        self.between.compute()
+            result = self.on_step(scheduler, run)
+        else:
+            result = run()
+            self.between.compute()
+        self.on_result(scheduler, result)
         return result
 
     def call(self, asked: Asked) -> Any:
@@ -118,6 +124,8 @@ class Journal:
             # Also before a call that a tape answers: programs begin and end where they
             # do in a run from the beginning.
             self.between.compute(everything=False)
-            return self.answer(asked)
+            answer = self.answer(asked)
+            self.on_answer(asked, answer)
+            return answer
         finally:
             self._inside = False

@@ -112,19 +112,50 @@ def port_module(
 
     ``module`` itself stays upstream's.
     """
-    tensors = [*module.parameters(), *module.buffers()]
+    twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in _tensors(module)})
+    name = type(module).__name__
+    seam = Seam({name: twin}, target, reporter or Reporter())
+    twin.__dict__[_KEPT] = seam, _guard(twin, "module", _MODULE_METHODS)
+    return twin
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors that a twin shares, or has a copy of its own of."""
     # Old weight norm keeps a weight that was computed, which torch refuses to copy.
-    tensors += [
+    computed = [
         value
         for child in module.modules()
         for value in vars(child).values()
         if isinstance(value, torch.Tensor) and not value.is_leaf
     ]
-    twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in tensors})
-    name = type(module).__name__
-    seam = Seam({name: twin}, target, reporter or Reporter())
-    twin.__dict__[_KEPT] = seam, _guard(twin, "module", _MODULE_METHODS)
+    return [*module.parameters(), *module.buffers(), *computed]
+
+
+def upstreams_twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A twin of a module, ported or not, in float32: upstream's code, on the host.
+
+    Float32 tensors are those of ``module``; nobody may write to the twin's.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in _tensors(module):
+        own = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            own = torch.nn.Parameter(own, requires_grad=False)
+        memo[id(tensor)] = own
+    kind: Any = type(module)
+    twin: torch.nn.Module = kind.__new__(kind)
+    memo[id(module)] = twin
+    state = {name: v for name, v in vars(module).items() if not _stands(kind, name)}
+    twin.__dict__.update(copy.deepcopy(state, memo))
+    for child in twin.modules():  # without what the seam put there
+        for name in [n for n in vars(child) if _stands(type(child), n)]:
+            del vars(child)[name]
     return twin
+
+
+def _stands(kind: type, name: str) -> bool:
+    """Whether an attribute stands in the place of a method."""
+    return name == _KEPT or callable(getattr(kind, name, None))
 
 
 def unport(ported: Any) -> Any:

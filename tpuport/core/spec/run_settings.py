@@ -319,7 +319,7 @@ class RunSettings:
     attention: AttentionChoice = how(
         kinds.attention,
         "--attention NAME[:OPTIONS]",
-        "auto, reference or blockwise; on TPUs also splash.",
+        "auto, reference, blockwise, or splash on TPUs.",
         default=AttentionChoice(),
     )
     sharding: str = how(
