@@ -2,6 +2,7 @@
 
     python -m tests.measure.steady [NAME ...]
     python -m tests.measure.steady checkpoints
+    python -m tests.measure.steady previews
 
 The examples of tests/pipelines as they are, and with transformers wide enough that
 products take most of the time; ten steps, one device, float32, both with all cores. For
@@ -13,10 +14,15 @@ spends outside of its program: the port's Python and the copies to and from the 
 
 With ``checkpoints``, what a step waits for its recording, and what a write takes beside
 the steps that follow. UniPC keeps three arrays of the latents' size.
+
+With ``previews``, runs with ``--preview`` and without, in turns: the middle of the
+ratios of their steps, what a step waits, what the call ahead takes after the first
+step, and what frames take beside the steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import tempfile
@@ -28,12 +34,20 @@ from unittest import mock
 
 import diffusers
 import jax
+import numpy as np
 import torch
 
 import tpuport
 from tests.pipelines.example import Example, all_examples, difference, made, run
+from tpuport.cli.runs.previewed import previewed
+from tpuport.cli.shown.pictures import picture_of, png_of
+from tpuport.core.drive.driving import driving
 from tpuport.core.drive.tape import Tape
 from tpuport.core.drive.tape_folder import TapeFolder
+from tpuport.core.enums import Backend
+from tpuport.core.preview.latent_colours import LatentColours
+from tpuport.core.preview.previews import Preview
+from tpuport.core.reports import Reporter
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.ported import seam_of
 from tpuport.core.seam.program_runs import ProgramRuns
@@ -186,8 +200,69 @@ def checkpoints() -> None:
     print(f"writing a checkpoint of {size / 1e6:.0f} MB: {wrote:.2f} s, beside steps")
 
 
+def previews() -> None:
+    """What a preview takes of the steps of a wide example."""
+    pipeline, call = enlarged(all_examples()["WanPipeline"])
+    call |= {"num_inference_steps": 100}
+    waits: list[float] = []
+    ahead: list[float] = []
+    beside: list[float] = []
+
+    def timed(spent: list[float], function: Any, clock: Any) -> Any:
+        def timing(*args: Any) -> Any:
+            began = clock()
+            found = function(*args)
+            spent.append(clock() - began)
+            return found
+
+        return timing
+
+    def once(place: Path | None) -> tuple[float, float]:
+        journal = seam_of(pipeline).journal
+        with contextlib.ExitStack() as stack:
+            if place is not None:
+                more = {"cache": place, "file": place / "a.png", "reporter": Reporter()}
+                shown = previewed(pipeline, call, journal, **more, load=str, tape=None)
+                stack.enter_context(shown)
+                heard = timed(waits, journal.on_result, time.perf_counter)
+                journal.on_result = heard
+            drive = stack.enter_context(driving(pipeline, journal, Backend.TPUPORT))
+            whole, _ = seconds(pipeline, call)
+        return (drive.steps[-1] - drive.steps[1]) / (len(drive.steps) - 2), whole
+
+    frames = timed(beside, Preview.frames, time.thread_time)
+    prepare = timed(ahead, Preview.prepare, time.perf_counter)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tpuport.ported(pipeline, mesh="dp=1", progress=False),
+        mock.patch.object(Preview, "frames", frames),
+        mock.patch.object(Preview, "prepare", prepare),
+    ):
+        once(Path(folder))
+        waits.clear()
+        pairs = [(once(None), once(Path(folder))) for _ in range(ROUNDS)]
+    for number, what in enumerate(("a step", "a run")):
+        ratio = statistics.median(
+            shown[number] / plain[number] for plain, shown in pairs
+        )
+        usual = statistics.median(plain[number] for plain, _ in pairs)
+        print(f"{what}: {usual:.4f} s; with previews: {ratio:.3f} of it")
+    print(f"a step waits: {statistics.median(waits) * 1e6:.0f} us")
+    print(
+        f"at first use: {ahead[0]:.2f} s; later: {statistics.median(ahead[1:]):.3f} s"
+    )
+    print(f"frames, beside: {statistics.median(beside) * 1e3:.1f} ms")
+    colours, latents = LatentColours(np.ones((17, 3), np.float32)), torch.randn(LATENTS)
+    began = time.thread_time()
+    png_of(picture_of(colours.frames(latents)))
+    print(f"of Wan2.1-14B: {(time.thread_time() - began) * 1e3:.0f} ms")
+
+
 def main() -> None:
     """Print the table."""
+    if sys.argv[1:] == ["previews"]:
+        previews()
+        return
     if sys.argv[1:] == ["checkpoints"]:
         checkpoints()
         return

@@ -181,6 +181,32 @@ def test_one_line_moves_on_a_terminal(
     assert capsys.readouterr().out == ""
 
 
+def test_a_picture_stays_above_the_line_that_moves(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of the one before, until a line was said between."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with Display() as display:
+        display.picture("early", 3)
+        display.stage_started("denoise", 3, "step")
+        for drawn in ("first", "second"):
+            display.picture(drawn, 3)
+        display.say("a line")
+        display.picture("third", 3)
+        display.picture("larger", 4)
+    found = terminal.getvalue()
+    assert "early" not in found
+    up = "\x1b7\x1b[{}A\r{}\x1b8"
+    first, second = up.format(3, "first"), up.format(3, "second")
+    assert "\n\n\n" + first in found
+    assert second in found
+    assert "\n" + second not in found
+    assert found.index(second) < found.index("a line")
+    assert "\n\n\n" + up.format(3, "third") in found
+    assert "\n\n\n\n" + up.format(4, "larger") in found
+
+
 def test_a_stage_that_is_loaded_does_not_speak_of_compiling(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:

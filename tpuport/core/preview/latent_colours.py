@@ -108,7 +108,8 @@ def _digest(decode: DecodeInput) -> str:
 def _fitted(decode: DecodeInput) -> np.ndarray:
     """The weights of the fit [c + 1, 3]."""
     try:
-        with torch.no_grad():
+        # Decoders may draw noise, which the run must not miss.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             pairs = _pairs(decode)
     except NoPreviewError:
         raise
@@ -177,16 +178,19 @@ def _rows(latents: torch.Tensor) -> np.ndarray:
 def _pixels(decoded: torch.Tensor) -> torch.Tensor:
     """What was decoded, as [B, 3, T, Y, X] or [B, 3, Y, X]; some have T before 3."""
     turned = decoded.ndim == 5 and decoded.shape[1] != 3
-    return decoded.transpose(1, 2) if turned else decoded
+    pixels = decoded.transpose(1, 2) if turned else decoded
+    if pixels.shape[1] != 3:
+        raise NoPreviewError(f"decoded {list(decoded.shape)} are no pictures")
+    return pixels
 
 
 def _means(decoded: torch.Tensor, small: list[int]) -> np.ndarray:
     """The mean colours [n, 3], in [0, 1], of the pixels of each latent pixel."""
     pixels = decoded if decoded.ndim == 5 else decoded[:, :, None]
-    (videos, channels, frames), size = pixels.shape[:3], pixels.shape[3:]
+    (videos, _, frames), size = pixels.shape[:3], pixels.shape[3:]
     sides = [whole // part for whole, part in zip(size, small[-2:], strict=True)]
     exact = [side * part for side, part in zip(sides, small[-2:], strict=True)]
-    if channels != 3 or videos != small[0] or list(size) != exact:
+    if videos != small[0] or list(size) != exact:
         raise NoPreviewError(f"{list(decoded.shape)} of {small} are no pictures")
     times = small[2] if len(small) == 5 else 1
     if frames % times == 0:

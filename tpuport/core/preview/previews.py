@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +26,7 @@ from tpuport.core.seam.values import tensors_in
 THREAD = "tpuport-preview"
 #: Seconds between two previews, at least.
 _PAUSE = 1.0
-#: The share of the time that previews take, at most.
+#: The share of the time that previews take of a core, at most.
 SHARE = 0.01
 
 
@@ -109,12 +111,13 @@ class Preview:
 
 
 class PreviewsBeside:
-    """Shows frames of the newest step while the block lasts, beside the steps.
+    """Shows frames now and then while the block lasts, beside the steps.
 
     Steps wait for nothing but :meth:`Preview.prepare`, after the first: patches are in
     place for all threads while the run traces, so the fit is made in the run's own.
-    Latents are copied to the host about once a second, and no more often than previews
-    take a hundredth of the time. What goes wrong is told once, and the run goes on.
+    Latents are copied to the host once a second at most, and so seldom that frames take
+    a hundredth of the time of one core. What goes wrong is told once, and the run goes
+    on.
 
     Args:
         preview: of the call under way.
@@ -135,9 +138,10 @@ class PreviewsBeside:
     ) -> None:
         self._preview, self._show, self._reporter = preview, show, reporter
         self._load, self._wanted = load, wanted
-        self._newest: Callable[[], torch.Tensor] | None = None
-        self._changed = threading.Condition()
-        self._closing = False
+        self._given: queue.SimpleQueue[Callable[[], torch.Tensor] | None]
+        self._given = queue.SimpleQueue()
+        self._free_at = 0.0
+        self._over = False
         self._thread: threading.Thread | None = None
         preview.on_step = self._stepped
 
@@ -151,16 +155,15 @@ class PreviewsBeside:
         trace: TracebackType | None,
     ) -> None:
         self._preview.close()
-        if error is None and not self._preview.heard and not self._closing:
+        if error is None and not self._preview.heard:
             self._end(NoPreviewError("the pipeline's own scheduler made no step"))
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._given.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def _stepped(self, latents: torch.Tensor) -> None:
-        if self._closing or not self._wanted():
+        early = time.monotonic() < self._free_at
+        if self._over or early or not self._wanted():
             return
         if self._thread is None:
             try:
@@ -171,29 +174,21 @@ class PreviewsBeside:
                 return
             self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
             self._thread.start()
-        with self._changed:
-            self._newest = _reading(latents)
-            self._changed.notify()
+        self._free_at = math.inf
+        self._given.put(_reading(latents))
 
     def _end(self, error: Exception) -> None:
-        self._closing = True
+        self._over = True
         self._reporter.say(f"no preview: {one_line(error)}")
 
     def _work(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._newest or self._closing)
-                    if self._closing:
-                        return
-                    newest, self._newest = self._newest, None
-                assert newest is not None
-                latents = newest()
+            while (read := self._given.get()) is not None:
+                latents = read()
                 began = time.thread_time()
                 self._show(self._preview.frames(latents))
-                pause = max(_PAUSE, (time.thread_time() - began) / SHARE)
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing, pause)
+                took = time.thread_time() - began
+                self._free_at = time.monotonic() + max(_PAUSE, took / SHARE)
         except Exception as error:
             self._end(error)
 
