@@ -13,6 +13,7 @@ import base64
 import fcntl
 import io
 import os
+import re
 import struct
 import sys
 import termios
@@ -27,7 +28,9 @@ _FRAMES, _ROW = 8, 4
 #: Pixels of a picture's width, about: latents are small.
 _WIDTH = 640
 #: Colours of a Sixel picture; all terminals have as many.
-_COLOURS = 64
+_COLOURS = 32
+#: Of Sixel, equal columns in a row that are shorter told by their number.
+_RUN = re.compile(r"(.)\1{3,}")
 #: One number for all pictures of the process: the next one takes the place of the last.
 _KITTY_NUMBER = 7_215
 
@@ -102,22 +105,25 @@ def sixel(picture: np.ndarray, place: Place) -> str:
     import numpy as np
     from PIL import Image
 
-    height = max(6, place.height // 6 * 6)
-    scaled = Image.fromarray(picture).resize((place.width, height))
+    width = min(place.width, _WIDTH)
+    height = max(6, place.height * width // place.width // 6 * 6)
+    scaled = Image.fromarray(picture).resize((width, height))
     indexed = scaled.quantize(_COLOURS, dither=Image.Dither.NONE)
     palette = np.asarray(indexed.getpalette(), int).reshape(-1, 3) * 100 // 255
-    found = [f'\x1bP0;1q"1;1;{place.width};{height}']
+    found = [f'\x1bP0;1q"1;1;{width};{height}']
     found += [f"#{n};2;{r};{g};{b}" for n, (r, g, b) in enumerate(palette)]
-    bits = 1 << np.arange(6)[:, None]
-    for band in np.asarray(indexed).reshape(-1, 6, place.width):
+    bits = (1 << np.arange(6, dtype=np.uint8))[:, None]
+    for band in np.asarray(indexed).reshape(-1, 6, width):
         for colour in np.unique(band):
-            columns = ((band == colour) * bits).sum(0) + 63
-            ends = np.flatnonzero(np.diff(columns)) + 1
-            runs = np.split(columns, ends)
-            told = "".join(f"!{len(run)}{chr(run[0])}" for run in runs)
+            columns = np.bitwise_or.reduce((band == colour) * bits, 0) + np.uint8(63)
+            told = _RUN.sub(_shorter, columns.tobytes().decode())
             found.append(f"#{colour}{told}$")
         found.append("-")
     return "".join(found) + "\x1b\\"
+
+
+def _shorter(run: re.Match[str]) -> str:
+    return f"!{len(run[0])}{run[1]}"
 
 
 def drawing(environment: Mapping[str, str]) -> Draw | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from tests.pipelines.example import Example, all_examples, made
 from tpuport.core.drive.driving import called
 from tpuport.core.enums import Backend
-from tpuport.core.preview.decode_input import NoPreviewError
+from tpuport.core.preview.decode_input import FirstStep, NoPreviewError, _Operators
 from tpuport.core.preview.previews import Preview
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.journal import Asked, Journal
@@ -88,6 +89,35 @@ def test_latents_arrive_as_decode_is_given_them(name: str) -> None:
     assert all(np.array_equal(one, other) for one, other in pairs)
     with pytest.raises(NoPreviewError, match="not what a step gives"):
         found.preview(found.last[..., :1])
+
+
+def test_a_call_ahead_draws_from_generators_of_its_own() -> None:
+    def seeded(seed: int) -> torch.Generator:
+        return torch.Generator("cpu").manual_seed(seed)
+
+    given = {"generator": [seeded(1), seeded(2)], "prompt": ["a", "b"]}
+    first = FirstStep(SimpleNamespace(components={}), given, Journal(Reporter()))
+    torch.rand(5, generator=given["generator"][1])  # of the run
+    states = [one.get_state() for one in given["generator"]]
+    own = first._own_arguments()
+    assert own["prompt"] == ["a", "b"]
+    for seed, one in enumerate(own["generator"], 1):
+        found = torch.rand(3, generator=one)
+        assert torch.equal(found, torch.rand(3, generator=seeded(seed)))
+    for one, state in zip(given["generator"], states, strict=True):
+        assert torch.equal(one.get_state(), state)
+
+
+def test_what_is_added_to_a_tensor_of_before_is_added_once() -> None:
+    other, operators = torch.ones(2, 3), _Operators()
+    with operators:
+        operators.begin(latents := torch.zeros(3))
+        other[0] += latents
+        wanted = other * 2
+    operators.settle()
+    for number in (5.0, 7.0):
+        found = operators.again(torch.full((3,), number), wanted)
+        assert found.tolist() == [[2 * (1 + number)] * 3, [2.0] * 3]
 
 
 @pytest.mark.parametrize("name", NONE)

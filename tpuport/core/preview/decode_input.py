@@ -174,7 +174,6 @@ class FirstStep:
             if name not in _CALLBACKS
         }
         self._draws = [one.clone_state() for one in _generators(arguments)]
-        self._random = torch.get_rng_state()
         self._answers: dict[str, list[Kept]] = defaultdict(list)
         self._result: Kept | None = None
 
@@ -214,7 +213,6 @@ class FirstStep:
         journal.on_answer, journal.on_result = _unheard, _unheard
         try:
             with torch.random.fork_rng(devices=[]), ahead.operators:
-                torch.set_rng_state(self._random)
                 copied(**self._own_arguments())
         except _DecodeReached:
             assert ahead.found is not None

@@ -27,7 +27,7 @@ THREAD = "tpuport-preview"
 #: Seconds between two previews, at least.
 _PAUSE = 1.0
 #: The share of the time that previews take of a core, at most.
-SHARE = 0.01
+SHARE = 0.02
 
 
 class Preview:
@@ -116,7 +116,7 @@ class PreviewsBeside:
     Steps wait for nothing but :meth:`Preview.prepare`, after the first: patches are in
     place for all threads while the run traces, so the fit is made in the run's own.
     Latents are copied to the host once a second at most, and so seldom that frames take
-    a hundredth of the time of one core. What goes wrong is told once, and the run goes
+    a fiftieth of the time of one core. What goes wrong is told once, and the run goes
     on.
 
     Args:
