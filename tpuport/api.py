@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -112,7 +111,7 @@ def port(
         built.check_modules(target.components)
     if settings.lora:
         _fuse(target, settings.lora, reporter)
-    return port_pipeline(target, replace(wanted, built=built), on_host, reporter)
+    return port_pipeline(target, wanted.with_executables(built), on_host, reporter)
 
 
 def _fuse(pipeline: Any, choices: Sequence[LoraChoice], reporter: Reporter) -> None:

@@ -119,6 +119,11 @@ def _compile(
                 if not auto or error.component not in found.may_stream:
                     raise
                 call.streamed |= {error.component}
+        for component, size in found.streamed.items():
+            display.say(
+                f"{component}: {bytes_text(size)} of its blocks' weights wait in the "
+                "host's memory and stream (--weights-on host)"
+            )
         about = {
             "topology": name,
             "pipeline": call.folder.class_name,

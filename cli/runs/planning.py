@@ -92,7 +92,7 @@ class _One(PipelineCall):
         """The plan on a mesh; what does not fit streams where that is left open."""
         found = self.rehearse(spec)
         plan = self.on_chips(spec, found)
-        large = {p.component for p in plan.programs if not p.fits} & found.may_stream
+        large = {p.component for p in plan.programs if p.error} & found.may_stream
         if not large or self.settings.weights_on != WeightsOn.AUTO:
             return plan
         self.streamed = frozenset(large)

@@ -15,7 +15,7 @@ from tpuport.cli.runs.kept_runs import going_on, is_kept, keep_asked, sweep, tem
 from tpuport.cli.runs.video_run import VideoRun, file_digest, find
 from tpuport.cli.shown.output import say, show_results
 from tpuport.core.drive.pipeline_run import PipelineRun, Record
-from tpuport.core.enums import StageName
+from tpuport.core.enums import StageName, WeightsOn
 from tpuport.core.files.atomic import atomic_write_bytes
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.outputs import Video
@@ -222,6 +222,8 @@ def _plain(run: VideoRun) -> dict[str, Any]:
 
     values = {name: getattr(settings, name) for name in known - {"mesh"}}
     asked = {n: plain(v) for n, v in values.items() if v not in (None, (), {})}
+    if settings.weights_on == WeightsOn.AUTO:  # records have no field without need
+        del asked["weights_on"]
     if run.folder.loras:
         asked["lora"] = [str(lora.choice) for lora in run.folder.loras]
     return {**asked, "mesh": run.how["mesh"]}

@@ -346,7 +346,7 @@ class VideoRun(PipelineCall):
         given = (self.folder.class_name, self.placed, self.settings, self.reporter)
         target = targets.claimed_target(*given)
         self.blocks = target.blocks
-        return replace(target, built=targets.executables_for(*given))
+        return target.with_executables(targets.executables_for(*given))
 
     def _inspection(self) -> Inspection | None:
         asked = self.settings

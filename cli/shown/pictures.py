@@ -31,6 +31,8 @@ _WIDTH = 640
 _COLOURS = 32
 #: Of Sixel, equal columns in a row that are shorter told by their number.
 _RUN = re.compile(r"(.)\1{3,}")
+#: Programs that draw iTerm2's inline images.
+_ITERM = ("iTerm.app", "WezTerm", "mintty")
 #: One number for all pictures of the process: the next one takes the place of the last.
 _KITTY_NUMBER = 7_215
 
@@ -134,12 +136,15 @@ def drawing(environment: Mapping[str, str]) -> Draw | None:
     """
     term = environment.get("TERM", "")
     program = environment.get("TERM_PROGRAM", "")
-    if "TMUX" in environment or term.startswith(("screen", "tmux")):
+    if "TMUX" in environment or term.startswith(("screen", "tmux", "dumb")):
         return None
+    # A terminal that was started from another one has variables of both.
+    if "KITTY_WINDOW_ID" in environment and term == "xterm-256color" and program:
+        return iterm if program in _ITERM else None
     if "KITTY_WINDOW_ID" in environment or term in ("xterm-kitty", "xterm-ghostty"):
         return kitty
     remote = environment.get("LC_TERMINAL", "")  # what ssh hands on
-    if program in ("iTerm.app", "WezTerm", "mintty") or remote == "iTerm2":
+    if program in _ITERM or (not program and remote == "iTerm2"):
         return iterm
     if "sixel" in term or term.startswith(("foot", "mlterm", "yaft")):
         return sixel

@@ -196,11 +196,11 @@ def _watch(seen: int) -> None:
     while numbers := os.read(seen, 64):
         for signum in set(numbers) & _WORDS.keys():
             now = time.monotonic()
+            if signum != signal.SIGINT:
+                _after(_PATIENCE, functools.partial(_end_compile, signum))
             if first is None:
                 first = now
                 _after(1, _say_when)
-                if signum != signal.SIGINT:
-                    _after(_PATIENCE, functools.partial(_end_compile, signum))
             elif signum == signal.SIGINT and now > first + _TWICE:
                 os.write(2, f"{_cursor()}\nended at once\n".encode())
                 os._exit(in_words(signal.SIGINT)[0])

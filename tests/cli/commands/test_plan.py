@@ -16,6 +16,7 @@ from tests.cli.tools import ASKED, Cli
 from tests.processes import Done, needs_libtpu, run_python
 from tpuport.cli.asked import environment
 from tpuport.cli.runs import planning
+from tpuport.core.enums import WeightsOn
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -173,7 +174,7 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
     seconds = {"dp=1,sp=4,tp=1": 2.0, "dp=2,sp=2,tp=1": 1.0}
     told: list[str] = []
 
-    def planned(spec: MeshSpec, found: Any = None) -> Any:
+    def planned(spec: MeshSpec, found: Any) -> Any:
         step = seconds[str(spec)]
         return SimpleNamespace(
             mesh=spec,
@@ -187,7 +188,7 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
     one: Any = SimpleNamespace(
         topology=SimpleNamespace(devices=4),
         rehearse=lambda spec: SimpleNamespace(programs=(denoise,)),
-        plan=planned,
+        on_chips=planned,
         reporter=SimpleNamespace(say=told.append),
     )
     best: Any = planning._best(one, budget)
@@ -199,6 +200,27 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
         assert told == [
             "no time to plan dp=2,sp=2,tp=1: give more with --budget SECONDS"
         ]
+
+
+@pytest.mark.parametrize("asked", WeightsOn)
+def test_what_a_chip_refuses_streams_where_that_is_left_open(asked: WeightsOn) -> None:
+    """A stand-in for minutes of a compiler that refuses a program for its size."""
+
+    def plan_of(*refused: str) -> Any:
+        names = ("transformer", "vae")
+        programs = [SimpleNamespace(component=n, error=n in refused) for n in names]
+        return SimpleNamespace(programs=programs, fits=not refused)
+
+    on_chip, streaming = plan_of("transformer"), plan_of()
+    one: Any = SimpleNamespace(
+        streamed=frozenset(),
+        settings=SimpleNamespace(weights_on=asked),
+        rehearse=lambda spec: SimpleNamespace(may_stream={"transformer", "text"}),
+    )
+    one.on_chips = lambda spec, found: streaming if one.streamed else on_chip
+    auto = asked == WeightsOn.AUTO
+    assert planning._One.plan(one, MeshSpec()) is (streaming if auto else on_chip)
+    assert one.streamed == ({"transformer"} if auto else frozenset())
 
 
 @needs_libtpu

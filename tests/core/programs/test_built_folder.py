@@ -192,6 +192,22 @@ def test_all_differences_are_told_at_once_in_a_line_each(folder: Path) -> None:
     ]
 
 
+def test_what_streams_in_the_executables_streams_in_the_run(folder: Path) -> None:
+    """Whoever compiled ahead found what does not fit; the run need not find out."""
+    found = BuiltFolder.open(folder, Reporter())
+    place = targets.place_for_port(MeshSpec.parse(MESH))
+    target = targets.claimed_target(NAME, place, RunSettings(), Reporter())
+    assert target.with_executables(found).streamed == frozenset()
+    entries = []
+    for entry in found.entries:
+        texts = {n: f"{t} on the host" for n, t in entry.key.weights.items()}
+        waits = texts if entry.key.component == "transformer" else entry.key.weights
+        entries.append(replace(entry, key=replace(entry.key, weights=waits)))
+    there = target.with_executables(replace(found, entries=tuple(entries)))
+    assert there.streamed == {"transformer"}
+    assert there.built is not None
+
+
 def test_a_program_that_is_not_there_is_compiled_and_named(folder: Path) -> None:
     pipeline, call = pipeline_of()
     heard = Heard()

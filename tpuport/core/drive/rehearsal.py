@@ -187,6 +187,7 @@ class Rehearsal:
         held: bytes of weights of each module that stay on a device; modules that do not
             fit together take turns.
         may_stream: components with weights on the devices that may wait on the host.
+        streamed: bytes of weights of each module that wait on the host.
     """
 
     programs: tuple[Rehearsed, ...]
@@ -196,6 +197,7 @@ class Rehearsal:
     host_seconds: float | None
     held: Mapping[str, int]
     may_stream: frozenset[str] = frozenset()
+    streamed: Mapping[str, int] = field(default_factory=dict)
 
     def in_stages(self, stages: Collection[str]) -> list[Rehearsed]:
         """The programs that some stages call, beside the weights of these stages.
@@ -380,6 +382,11 @@ def rehearse(
                 for entry in entries
                 if entry.waiting and entry.plan and not entry.plan.streamed
             ),
+            streamed={
+                entry.name: sum(entry.waiting.values())
+                for entry in entries
+                if entry.plan and entry.plan.streamed
+            },
         )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,13 +111,13 @@ class DecodeInput:
 
     Attributes:
         name: of the autoencoder.
-        module: the autoencoder.
+        module: the autoencoder, until colours are there.
         args, kwargs: of the first call of ``decode``.
         latents: among these, what is decoded, for latents of zeros.
     """
 
     name: str
-    module: torch.nn.Module
+    module: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     latents: torch.Tensor
@@ -140,6 +140,10 @@ class DecodeInput:
             )
         with torch.no_grad():
             return self._operators.again(latents, self.latents)
+
+    def alone(self) -> DecodeInput:
+        """Without the autoencoder, which only the fit needs."""
+        return replace(self, module=None, args=(), kwargs={})
 
     def decoded(self, module: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         """What a twin of the autoencoder decodes from latents of any size."""
@@ -197,6 +201,11 @@ class FirstStep:
         """Note the shape of what the scheduler's step gave."""
         with contextlib.suppress(KeptError):
             self._result = shape_of(result)
+
+    def forget(self) -> None:
+        """Keep the pipeline and what its modules answered no longer."""
+        self._pipeline, self._arguments = None, {}
+        self._answers.clear()
 
     def decode_input(self) -> DecodeInput:
         """Call the pipeline ahead, from within its own call.

@@ -97,6 +97,8 @@ class Preview:
             self._decode = self._first.decode_input()
             load(self._decode.name)
             self._colours = LatentColours.of(self._decode, self._folder)
+            self._decode = self._decode.alone()
+            self._first.forget()
 
     def frames(self, latents: torch.Tensor) -> np.ndarray:
         """As of a call, once prepared; latents are on the host."""

@@ -151,6 +151,11 @@ class BuiltFolder:
         if found:
             raise self.refusal("", found)
 
+    @property
+    def streamed(self) -> frozenset[str]:
+        """Components whose programs take weights from the host's memory."""
+        return frozenset(e.key.component for e in self.entries if e.key.streams)
+
     def find(self, key: ProgramKey) -> Entry | None:
         """The executable of a key; ``None`` if no program is for these arguments.
 

@@ -57,6 +57,8 @@ _LOADING = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
 _NAMES = {"host": "processor", "version": "key version"}
 #: Arrays named one by one before the others are counted.
 _NAMED = 3
+#: Of an array that streams from the host's memory.
+_WAITS = " on the host"
 #: Two values that are longer together are not printed.
 _LONG = 200
 
@@ -110,6 +112,11 @@ class ProgramKey:
     def digest(self) -> str:
         """64 hexadecimal digits that stand for the identity."""
         return hashlib.sha256(canonical(self.as_dict())).hexdigest()
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights wait in the host's memory."""
+        return any(_WAITS in text for text in self.weights.values())
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -264,7 +271,7 @@ def array_text(leaf: Any) -> str:
     parts = list(getattr(leaf.sharding, "spec", ()))
     while parts and parts[-1] is None:
         parts.pop()
-    waits = " on the host" if on_host(leaf) else ""
+    waits = _WAITS if on_host(leaf) else ""
     text = f"{leaf.dtype}[{shape}]{waits}"
     return f"{text} split {tuple(parts)}" if parts else text
 

@@ -250,6 +250,8 @@ class _Moving:
         self._live: Live | None = None
         #: Of a picture with nothing between it and the line.
         self._rows = 0
+        #: Pictures come from another thread than lines.
+        self._drawing = threading.RLock()
 
     def _render(self) -> object:
         from rich.text import Text
@@ -274,29 +276,31 @@ class _Moving:
     def picture(self, drawn: str, rows: int) -> None:
         from rich.segment import ControlType, Segment
 
-        live = self._live
-        if live is None:
-            return
-        room = "" if rows == self._rows else "\n" * rows
-        self._rows = rows
-        # Up to where the picture begins, and back to where the line is.
-        text = f"{room}\x1b7\x1b[{rows}A\r{drawn}\x1b8"
-        told = Segment(text, None, [(ControlType.CARRIAGE_RETURN,)])
-        live.console.print(_Raw(told), end="", soft_wrap=True)
+        with self._drawing:
+            if self._live is None:
+                return
+            room = "" if rows == self._rows else "\n" * rows
+            self._rows = rows
+            # Up to where the picture begins, and back to where the line is.
+            text = f"{room}\x1b7\x1b[{rows}A\r{drawn}\x1b8"
+            told = Segment(text, None, [(ControlType.CARRIAGE_RETURN,)])
+            self._live.console.print(_Raw(told), end="", soft_wrap=True)
 
     def stop(self, said: str, line: str) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live, self._rows = None, 0
+        with self._drawing:
+            if self._live is not None:
+                self._live.stop()
+                self._live, self._rows = None, 0
         if line:
             self.say(line)
 
     def say(self, text: str) -> None:
-        self._rows = 0
-        if self._live is None:
-            _put(f"{text}\n")
-        else:
-            self._live.console.print(text, markup=False, soft_wrap=True)
+        with self._drawing:
+            self._rows = 0
+            if self._live is None:
+                _put(f"{text}\n")
+            else:
+                self._live.console.print(text, markup=False, soft_wrap=True)
 
 
 class _Raw:

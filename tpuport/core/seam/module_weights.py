@@ -209,7 +209,7 @@ class ModuleWeights:
         size = bytes_text(sum(self.waiting.values()))
         self._journal.notice(
             f"{self.name} does not fit a chip: {size} of its blocks' weights wait in "
-            "the host's memory and stream (--weights-on host)"
+            "the host's memory and stream (--weights-on host says so at once)"
         )
         return True
 

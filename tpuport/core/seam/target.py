@@ -96,6 +96,12 @@ class Target:
         general = self.general and self.general.streaming(components)
         return replace(self, streamed=components, general=general)
 
+    def with_executables(self, built: BuiltFolder | None) -> Target:
+        """This target with executables; what streams in them streams."""
+        if built is None:
+            return self
+        return replace(self.streaming(built.streamed), built=built)
+
     def splits_space(self, name: str) -> bool:
         """Whether programs of a module, or of a part, are split in space.
 
