@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,10 @@ from tpuport.core.reports import bytes_text, plural
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
+    from tpuport.cli.runs.checks import PipelineCall
+    from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.mesh.slices import Topology
+    from tpuport.core.plan.building import Built
 
 LOCAL = "local"
 
@@ -77,6 +81,37 @@ def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
     return found
 
 
+def _built(
+    call: PipelineCall,
+    placed: PlacedMesh,
+    wanted: Sequence[str],
+    folder: Path,
+    *,
+    attached: bool,
+) -> list[Built]:
+    """The programs of stages, in the folder; what a chip refuses streams, if it may."""
+    from tpuport.core.plan.building import TooLargeError, build_pipeline
+
+    while True:
+        found = call.rehearsed(placed, quiet=bool(call.streamed))
+        try:
+            built = build_pipeline(
+                found, wanted, folder, attached=attached, reporter=call.reporter
+            )
+        except TooLargeError as error:
+            auto = call.settings.weights_on == WeightsOn.AUTO
+            if not auto or error.component not in found.may_stream:
+                raise
+            call.streamed |= {error.component}
+            continue
+        for component, size in found.streamed.items():
+            call.reporter.say(
+                f"{component}: {bytes_text(size)} of its blocks' weights wait in the "
+                "host's memory and stream (--weights-on host)"
+            )
+        return built
+
+
 def _compile(
     settings: Settings, name: str, topology: Topology | None, stages: list[str] | None
 ) -> dict[str, Any]:
@@ -94,7 +129,6 @@ def _compile(
     settings = with_model(settings, weights=False)
     with running(settings.cache_dir) as display:
         from tpuport.cli.runs.planning import prepared
-        from tpuport.core.plan.building import TooLargeError, build_pipeline
         from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
@@ -107,23 +141,7 @@ def _compile(
             mesh = settings.mesh or call.default_mesh(devices)
             placed = topology_mesh(topology, mesh)
         call.settle_dtype(placed)
-        built = None
-        while built is None:
-            found = call.rehearsed(placed, quiet=bool(call.streamed))
-            try:
-                built = build_pipeline(
-                    found, wanted, folder, attached=topology is None, reporter=display
-                )
-            except TooLargeError as error:
-                auto = call.settings.weights_on == WeightsOn.AUTO
-                if not auto or error.component not in found.may_stream:
-                    raise
-                call.streamed |= {error.component}
-        for component, size in found.streamed.items():
-            display.say(
-                f"{component}: {bytes_text(size)} of its blocks' weights wait in the "
-                "host's memory and stream (--weights-on host)"
-            )
+        built = _built(call, placed, wanted, folder, attached=topology is None)
         about = {
             "topology": name,
             "pipeline": call.folder.class_name,

@@ -377,17 +377,19 @@ def rehearse(
             blocks=target.blocks,
             host_seconds=median(between) if between else None,
             held=held,
-            may_stream=frozenset(
-                entry.name.partition(".")[0]
-                for entry in entries
-                if entry.waiting and entry.plan and not entry.plan.streamed
-            ),
-            streamed={
-                entry.name: sum(entry.waiting.values())
-                for entry in entries
-                if entry.plan and entry.plan.streamed
-            },
+            **_streams(entries),
         )
+
+
+def _streams(entries: Iterable[Entry]) -> dict[str, Any]:
+    """The fields of a rehearsal on weights that wait on the host, or may."""
+    waiting = [e for e in entries if e.waiting and e.plan]
+    streamed = [e for e in waiting if e.plan and e.plan.streamed]
+    left = {e.name.partition(".")[0] for e in waiting if e not in streamed}
+    return {
+        "may_stream": frozenset(left),
+        "streamed": {e.name: sum(e.waiting.values()) for e in streamed},
+    }
 
 
 def check_step_cache(
