@@ -25,6 +25,11 @@ ALL = "all"
         "--topology NAME",
         "The TPU slice, such as v5e-4, v5p-8, v6e-8 or v7x-8; several as v5e-8,v6e-8.",
     ),
+    slices=flag(
+        "--slices N",
+        "So many of the slice, joined by the data-centre network; dp goes across.",
+        min=1,
+    ),
     price=flag(
         "--price CHIP=NUMBER", "What a chip costs for an hour. May be repeated."
     ),
@@ -45,6 +50,7 @@ ALL = "all"
 def plan(
     settings: Settings,
     topology: str,
+    slices: int = 1,
     price: list[str] | None = None,
     deadline: str | None = None,
     stage: str | None = None,
@@ -60,7 +66,7 @@ def plan(
 
     Example: tpuport plan --topology v6e-8 --variant 5b
     """
-    asked = topologies(topology)
+    asked = topologies(topology, slices)
     costs, limit = prices(price or (), asked), deadline_of(deadline)
     comparing = len(asked) > 1 or bool(costs) or deadline is not None
     for one in asked:
@@ -70,7 +76,8 @@ def plan(
     for one in asked:
         if settings.mesh is not None:
             # The table of slices knows how many there are; nothing need be loaded.
-            settings.mesh.resolve(one.devices)
+            mesh = settings.mesh.resolve(one.devices)
+            mesh.within(slices, one.devices)
     folder = None if dump is None else Path(dump).expanduser()
     if folder is not None:
         if comparing:

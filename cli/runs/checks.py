@@ -23,7 +23,7 @@ from tpuport.core.enums import Backend, Dtype, Place, StageName, denoises
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import check_own_folder
 from tpuport.core.mesh.device_memory import host_memory
-from tpuport.core.mesh.device_mesh import PlacedMesh
+from tpuport.core.mesh.device_mesh import PlacedMesh, by_slice
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.pipelines.call_arguments import default_of
@@ -198,21 +198,26 @@ class PipelineCall:
         """The mesh if none is asked for: the pair of a guided step over dp, else sp.
 
         The first step of a rehearsal tells whether each of the denoiser's programs has
-        two rows, or is called twice.
+        two rows, or is called twice. Of several slices each takes its share of the
+        rows, and of an even share a pair.
         """
-        along = MeshSpec(sp=len(devices))
-        if len(devices) % 2:
+        slices = len(by_slice(devices))
+        each = len(devices) // slices
+        along = MeshSpec(dp=slices, sp=each)
+        if each % 2:
             return along
         placed = targets.place(along, devices, None)
         own = replace(self, settings=self.settings)
         own.settle_dtype(placed)
         rows = [
-            made.by_stage[StageName.DENOISE] * max(r.query[0] for r in made.attention)
+            max(r.query[0] for r in made.attention)
+            * (made.by_stage[StageName.DENOISE] if slices == 1 else 1)
             for made in own.rehearsed(placed, quiet=True, first_step=True).programs
             if denoises(made.component) and made.attention
         ]
-        paired = bool(rows) and all(count % 2 == 0 for count in rows)
-        return MeshSpec(dp=2, sp=len(devices) // 2) if paired else along
+        pairs = 2 * slices
+        paired = bool(rows) and all(count % pairs == 0 for count in rows)
+        return MeshSpec(dp=pairs, sp=each // 2) if paired else along
 
     def settle_mesh(self) -> None:
         """Take :meth:`default_mesh` on this machine's chips, if it has any."""

@@ -119,13 +119,14 @@ def _best(one: _One, budget: float) -> Plan:
     """The plan of the fastest mesh that fits; the others are in ``meshes``."""
     started = time.monotonic()
     count = one.topology.devices
-    first = MeshSpec(sp=count)
+    slices = one.topology.slices
+    first = MeshSpec(dp=slices, sp=count // slices)
     found = one.rehearse(first)
     heads, rows = _heads_and_rows(found)
     # Two calls of a guided step take one half of the devices each.
     rows = math.lcm(rows, 2)
     plans = [one.on_chips(first, found)]
-    others = [spec for spec in _legal(count, heads, rows) if spec != first]
+    others = [s for s in _legal(count, heads, rows, slices) if s != first]
     while others and time.monotonic() - started <= budget:
         spec = others.pop(0)
         plans.append(one.on_chips(spec, one.rehearse(spec)))
@@ -162,12 +163,13 @@ def _heads_and_rows(found: Rehearsal) -> tuple[list[int], int]:
     return [r.query[1] for r in records], max((r.query[0] for r in records), default=1)
 
 
-def _legal(count: int, heads: Sequence[int], rows: int) -> list[MeshSpec]:
+def _legal(count: int, heads: Sequence[int], rows: int, slices: int) -> list[MeshSpec]:
     """The meshes of all devices whose axes all have something to split."""
     found = []
     for dp in divisors(count):
         for tp in divisors(count // dp):
-            if rows % dp == 0 and all(n % tp == 0 for n in heads):
+            across = dp % slices == 0 and rows % dp == 0
+            if across and all(n % tp == 0 for n in heads):
                 found.append(MeshSpec(dp=dp, sp=count // dp // tp, tp=tp))
     if not found:
         raise MeshError(f"no mesh of {count} devices fits heads {heads}, rows {rows}")

@@ -23,13 +23,13 @@ _HOUR = 3600.0
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m)")
 
 
-def topologies(text: str) -> list[Topology]:
-    """The slices of a list such as ``v5e-8,v6e-8``, each once.
+def topologies(text: str, slices: int = 1) -> list[Topology]:
+    """The slices of a list such as ``v5e-8,v6e-8``, each once, and so many of each.
 
     Raises:
-        UsageError: there is no such slice.
+        UsageError: there is no such slice, or what joins several is not known.
     """
-    found = [parse_topology(name) for name in text.split(",")]
+    found = [parse_topology(name).times(slices) for name in text.split(",")]
     return list({one.name: one for one in found}.values())
 
 
@@ -114,7 +114,7 @@ class Offer:
         step = plan.seconds_per_step if plan.fits else None
         times = ["-" if s is None else seconds_text(s) for s in (step, self.seconds)]
         cost = "-" if self.cost is None else f"{self.cost:.3g}"
-        name, chips = self.topology.name, str(self.topology.chips)
+        name, chips = self.topology.title, str(self.topology.chips)
         return [name, chips, verdict, *times, cost]
 
     def as_dict(self) -> dict[str, Any]:
@@ -181,9 +181,9 @@ class Comparison:
                 f"no slice makes a video{within}; try --mesh auto or larger slices"
             ]
         else:
-            lines += [f"the fastest{within}: {self.in_time[0].topology.name}"]
+            lines += [f"the fastest{within}: {self.in_time[0].topology.title}"]
         if self.cheapest is not None:
-            lines += [f"the cheapest{within}: {self.cheapest.topology.name}"]
+            lines += [f"the cheapest{within}: {self.cheapest.topology.title}"]
         if verbose:
             lines += [plan_text.everything(one.plan) for one in self.offers]
         return "\n".join(lines)

@@ -48,8 +48,9 @@ def everything(plan: Plan) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     chip = plan.chip
+    several = "" if plan.slices == 1 else f"{plan.slices} x "
     yield (
-        f"{plan.model} on {plan.topology} ({_devices(plan)}), mesh "
+        f"{plan.model} on {several}{plan.topology} ({_devices(plan)}), mesh "
         f"{plan.mesh}, {plan.dtype}, sharding {plan.sharding}, {plan.blocks} blocks"
     )
     yield ", ".join(f"{name} {value}" for name, value in plan.settings.items())

@@ -1,4 +1,4 @@
-"""The interconnect of a slice: how long a collective occupies its links.
+"""The interconnect of a slice, and what joins slices: how long a collective takes.
 
 Devices are places in the mesh: a compiled program numbers them in the order of its
 device assignment, which is that of ``mesh.devices``.
@@ -6,6 +6,11 @@ device assignment, which is that of ``mesh.devices``.
 Every transfer is routed over the torus, one axis after the other, and a collective
 takes as long as its busiest link. All groups of a collective run at once, so groups
 that share a link wait for each other.
+
+Between slices every device has its share of its host's network, and nothing else is
+known of the way: a transfer takes the bytes that a device sends, or receives, over that
+bandwidth. The compiler gathers and sums within slices as far as possible and sends the
+rest through the hosts: a ``send`` and a ``recv`` for the runtime of several slices.
 
 Source of the formulas: "How to Scale Your Model", ``jax-ml.github.io/scaling-book``,
 section "How do we do communication?": bytes over bandwidth of the links in both
@@ -24,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuport.core.cost.hlo import HloError, Instruction
+from tpuport.core.cost.hlo import HloError, Instruction, first
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.slices import Topology
 
@@ -41,14 +46,21 @@ DIE_TO_DIE = 6.0
 TPU7x: "six times faster than a 1D ICI link"."""
 
 
+SLICES = "slices"
+"""In place of a mesh axis, of what goes to other slices."""
+
+TO_SLICES: Link = ((), ())
+"""A device's share of the data-centre network."""
+
+
 class Network:
-    """Links between the devices of a mesh, by their place in it.
+    """Links between the devices of a mesh on one slice, by their place in it.
 
     Args:
         topology: the slice.
         chip: its constants.
-        devices: of the mesh, in its order; only ``coords`` and ``core_on_chip`` are
-            read.
+        devices: of the mesh on one slice, in its order; only ``coords`` and
+            ``core_on_chip`` are read.
     """
 
     def __init__(self, topology: Topology, chip: Chip, devices: Sequence[Any]) -> None:
@@ -83,6 +95,9 @@ class Network:
         return max((b / self._bandwidth(link) for link, b in loads.items()), default=0)
 
     def _bandwidth(self, link: Link) -> float:
+        if link == TO_SLICES:
+            assert self._chip.dcn_bandwidth is not None  # others are refused
+            return self._chip.dcn_bandwidth
         within = link[0][:-1] == link[1][:-1]
         return self._chip.ici_link_bandwidth * (DIE_TO_DIE if within else 1.0)
 
@@ -211,6 +226,17 @@ _MESH = re.compile(
     r"\breplica_groups=(?:@\w+)?mesh\[([^\]]*)\]"
     r"(?:, device_ids=\((.*?)\)(?= \{))? ?\{([^}]*)\}"
 )
+_TRANSFER = re.compile(r'\b_xla_megascale_transfer_type="(\w+)"')
+_TARGETS = re.compile(r'\b_xla_megascale_target=(?:"\{([\d,]+)\}x|\{\{([\d,]+)\})')
+_RENDEZVOUS = re.compile(r'\b_xla_host_transfer_rendezvous="([^"]*)"')
+#: What a ``send`` to other slices does, as the compiler calls it.
+_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
@@ -220,7 +246,8 @@ class Collective:
 
     Attributes:
         kind: one of :data:`KINDS`.
-        axis: the mesh axes it crosses, joined by ``+``; empty where it crosses none.
+        axis: the mesh axes it crosses, joined by ``+``; empty where it crosses none;
+            :data:`SLICES` if it goes to other slices.
         bytes: of its array on one device: the result, of a reduce-scatter the operand.
         seconds: how long it takes when nothing else uses its links.
         loads: bytes on each link.
@@ -233,9 +260,32 @@ class Collective:
     loads: Mapping[Link, float]
 
 
-def collective_kind(opcode: str) -> str | None:
-    """The kind of an opcode, ``-start`` forms included; ``None`` for other opcodes."""
-    base = opcode.removesuffix("-start")
+@dataclass(frozen=True, slots=True)
+class CollectiveUse:
+    """All collectives of one kind over the same mesh axes, in one call of a program.
+
+    Attributes:
+        kind, axis: as in :class:`Collective`.
+        count: how many run.
+        bytes: of their arrays on one device, together: results, of reduce-scatters
+            operands.
+        seconds: on the links.
+        exposed_seconds: of these, not hidden behind other work.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+def collective_kind(instruction: Instruction) -> str | None:
+    """The kind of a collective, a ``-start`` or a ``send`` to slices; else ``None``."""
+    if instruction.opcode == "send":
+        return _BETWEEN_SLICES.get(first(_TRANSFER, instruction.attributes))
+    base = instruction.opcode.removesuffix("-start")
     return base if base in KINDS else None
 
 
@@ -248,17 +298,19 @@ def read_collective(
     """What a collective does, on the links of a network.
 
     Args:
-        instruction: its opcode is a collective's, or its ``-start``.
+        instruction: its opcode is a collective's, or its ``-start``, or a ``send``.
         operands: the instructions it reads.
-        mesh: axis name -> size, in order.
+        mesh: axis name -> size on one slice, in order.
         network: of the same mesh.
 
     Raises:
         HloError: its groups are written in a way that is not known.
     """
-    kind = collective_kind(instruction.opcode)
+    kind = collective_kind(instruction)
     assert kind is not None
     given = sum(operand.bytes for operand in operands)
+    if instruction.opcode == "send":
+        return _between_slices(kind, instruction.attributes, given, network)
     if kind == "collective-permute":
         pairs = read_pairs(instruction.attributes)
         loads = network.permute(pairs, given)
@@ -281,6 +333,34 @@ def read_collective(
         steps = (size // 2) * (2 if kind == "all-reduce" else 1)
     seconds = network.seconds(loads) + HOP_SECONDS * steps if size > 1 else 0.0
     return Collective(kind, axis, payload, seconds, loads)
+
+
+def same_transfer(send: Instruction, others: Iterable[Instruction]) -> Iterator[str]:
+    """The names of a ``send`` and of its ``recv``, which end with the same transfer."""
+    meeting = first(_RENDEZVOUS, send.attributes)
+    for other in others:
+        ends = other.opcode in ("send", "recv")
+        if ends and first(_RENDEZVOUS, other.attributes) == meeting:
+            yield other.name
+
+
+def _between_slices(
+    kind: str, attributes: str, given: int, network: Network
+) -> Collective:
+    """What a device sends to other slices, or receives from them, if that is more."""
+    payload, moved = given, float(given)
+    if kind != "collective-permute":
+        found = _TARGETS.search(attributes)
+        if found is None:
+            raise HloError(f"no slices in {attributes[:400]!r}")
+        # One device of each slice named, or ids: 200003 is on the second slice.
+        named = _numbers(found[1] or found[2])
+        slices = len(named if found[1] else {number // 100_000 for number in named})
+        others = len(named) * (slices - 1) // slices
+        payload = given * len(named) if kind == "all-gather" else given
+        moved = payload * others / len(named) * (2 if kind == "all-reduce" else 1)
+    loads = {TO_SLICES: moved}
+    return Collective(kind, SLICES, payload, network.seconds(loads), loads)
 
 
 def read_pairs(attributes: str) -> tuple[tuple[int, int], ...]:

@@ -5,7 +5,8 @@ estimates takes its estimate; a Pallas kernel takes the cycles of its own schedu
 what has neither takes the time of its HBM traffic. A ``while`` takes its trip count
 times its body. Transfers that are started and waited for later (``-start``, ``-done``)
 run beside the core and hold it up only where they are not done in time; those over the
-same link, and those over HBM, run one after the other. What comes from the host's
+same link, and those over HBM, run one after the other. What goes to another slice is a
+``send`` and a ``recv`` of one transfer. What comes from the host's
 memory takes the link to the host.
 """
 
@@ -27,17 +28,20 @@ from tpuport.core.cost.hlo import (
     first,
 )
 from tpuport.core.cost.network import (
+    SLICES,
     Collective,
+    CollectiveUse,
     Network,
     collective_kind,
     read_collective,
+    same_transfer,
 )
 from tpuport.core.mesh.chips import Chip
 
 ATTENTION, MATMUL, COLLECTIVE, OTHER = "attention", "matmul", "collective", "other"
 CATEGORIES = (ATTENTION, MATMUL, COLLECTIVE, OTHER)
 MXU, VECTOR, HBM, ICI = "MXU", "vector unit", "HBM", "interconnect"
-HOST_LINK = "host link"
+HOST_LINK, DCN = "host link", "data-centre network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +100,6 @@ class Row:
         return {**data, **moves, "link_seconds": moved.seconds}
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveUse:
-    """All collectives of one kind over the same mesh axes, in one call of a program.
-
-    Attributes:
-        kind, axis: as in :class:`Collective`.
-        count: how many run.
-        bytes: of their arrays on one device, together: results, of reduce-scatters
-            operands.
-        seconds: on the links.
-        exposed_seconds: of these, not hidden behind other work.
-    """
-
-    kind: str
-    axis: str
-    count: int
-    bytes: int
-    seconds: float
-    exposed_seconds: float
-
-
 @dataclass(slots=True)
 class Account:
     """What one call of a program takes.
@@ -143,8 +126,9 @@ class Account:
         }
 
     def bounds(self) -> dict[str, float]:
-        """Seconds by the unit that limits them; the host's link where it is used."""
-        units = (MXU, VECTOR, HBM, ICI, *((HOST_LINK,) if self.host_bytes else ()))
+        """Seconds by the unit that limits them; links beyond a slice where used."""
+        units = [MXU, VECTOR, HBM, ICI, *((HOST_LINK,) if self.host_bytes else ())]
+        units += {DCN for row in self.rows if row.bound == DCN}
         return {
             name: math.fsum(r.seconds for r in self.rows if r.bound == name)
             for name in units
@@ -199,6 +183,7 @@ _FREE = {
     "iota",
     "optimization-barrier",
     "add-dependency",
+    "recv",
 }
 #: Custom calls that name memory or places and move nothing.
 _FREE_TARGETS = {"ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape"}
@@ -294,7 +279,7 @@ class _Walk:
                     times,
                     category=COLLECTIVE,
                     cycles=float(instruction.estimated_cycles or 0),
-                    bound=ICI,
+                    bound=DCN if collective.axis == SLICES else ICI,
                     collective=collective,
                 )
                 ends = _occupied(busy, collective.loads, now, collective.seconds)
@@ -302,6 +287,9 @@ class _Walk:
                     parted[channel] = _Flight(row, ends)
                 elif opcode.endswith("-start"):
                     flights[instruction.name] = _Flight(row, ends)
+                elif opcode == "send":
+                    flight, others = _Flight(row, ends), computation.values()
+                    flights |= dict.fromkeys(same_transfer(instruction, others), flight)
                 else:
                     spent = max(ends - now, row.cycles / self.clock)
                     row.seconds = row.floor = spent * times
@@ -366,7 +354,7 @@ class _Walk:
         if instruction.opcode in ("fusion", "async-start", "call-start"):
             candidates = list(self.program.inner(instruction))
         for found in candidates:
-            if collective_kind(found.opcode) is None:
+            if collective_kind(found) is None:
                 continue
             given = self._operands(found)
             inside = found is not instruction and found.opcode == "all-reduce"

@@ -14,6 +14,11 @@ Sources:
   Cloud's pages shared among the links. The link to the host: 16 GB/s of v4, about 15 of
   v5e and v5p, 32 of v6e. For v7x there is no figure: v6e's is assumed for a chip, half
   of that for each of its two devices.
+* dcn: the bandwidth per chip of the data-centre network, which joins slices: 50, 100
+  and 100 Gb/s of v5p, v6e and v7x in the table of
+  ``docs.cloud.google.com/tpu/docs/tpu7x``; of v5e 6.4 Tb/s per Pod of 256 chips, in
+  that of ``docs.cloud.google.com/tpu/docs/v5e``. The book has the same figures of v5e,
+  v5p and v6e, for one direction. Google publishes none of v4.
 * info: ``jax/_src/pallas/mosaic/tpu_info.py`` of jax 0.10.2: VMEM, width of the MXU,
   number of them.
 * libtpu: 0.0.42.1, the error of a program that is too large: the HBM it may use.
@@ -56,6 +61,8 @@ class Chip:
         ici_links: of the chip, one per direction along each axis. [cloud]
         ici_link_bandwidth: bytes/s of one link in one direction. [book]
         ici_dims: axes of the interconnect.
+        dcn_bandwidth: bytes/s to other slices, in one direction; ``None`` where it is
+            not known. [dcn]
         ring_size: an axis whose size is a multiple of this closes to a ring (on 3D
             chips only when every axis is such a multiple). [book]
     """
@@ -77,6 +84,7 @@ class Chip:
     ici_links: int
     ici_link_bandwidth: float
     ici_dims: int
+    dcn_bandwidth: float | None
     ring_size: int
 
     @property
@@ -122,6 +130,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "ici_links": (6, 4, 6, 4, 6),
     "ici_link_bandwidth": (4.5e10, 4.5e10, 9e10, 9e10, 9e10),
     "ici_dims": (3, 2, 3, 2, 3),
+    "dcn_bandwidth": (None, 3.125e9, 6.25e9, 12.5e9, 12.5e9 / 2),
     "ring_size": (4, 16, 4, 16, 4),
 }
 CHIPS: dict[str, Chip] = {

@@ -13,6 +13,9 @@ depends on how many devices a place of ``dp`` has:
   short ways.
 - Many: row by row, so that rings of whole rows pass keys on over one hop.
 
+Several slices are joined by the data-centre network alone. The first places of ``dp``
+are one slice, the next ones another, and each slice has this order.
+
 Slices in three dims (v5p, v7x) are listed in compact boxes as they are, and keep their
 order: by the same rules rings of two would be two hops apart.
 """
@@ -48,19 +51,20 @@ Box = tuple[Place, Place]
 
 
 def torus_order(devices: Sequence[Any], spec: MeshSpec) -> list[Any]:
-    """The devices of a mesh in the order of its places (dp, sp, tp; the last fastest).
+    """The devices of one slice in the order of the mesh's places (dp, sp, tp).
 
-    The order depends on the mesh and on where the devices are, not on the order of
-    ``devices``. All processes of a run and ``tpuport compile`` have one order.
+    The last axis is the fastest. The order depends on the mesh and on where the devices
+    are, not on the order of ``devices``. All processes of a run and ``tpuport compile``
+    have one order.
 
     Args:
-        devices: all of the mesh. TPUs have ``coords`` and ``core_on_chip``.
+        devices: all of the mesh there. TPUs have ``coords`` and ``core_on_chip``.
         spec: without an axis of -1.
 
     Returns:
-        the devices. Their order stays if they have no coordinates, share coordinates
-        (more slices than one), are on at most :data:`OWN_ORDER` chips, lie in three
-        dims, or do not fill a box that divides into boxes for every place.
+        the devices. Their order stays if they have no coordinates, share coordinates,
+        are on at most :data:`OWN_ORDER` chips, lie in three dims, or do not fill a box
+        that divides into boxes for every place.
     """
     given = list(devices)
     found = {_place(device): device for device in given}
@@ -129,6 +133,36 @@ def _split(box: Box, count: int, row_by_row: bool) -> list[Box]:
     ]
 
 
+def by_slice(devices: Iterable[Any]) -> list[list[Any]]:
+    """The devices of each slice, in their order; all together if they are no TPUs."""
+    found: dict[int, list[Any]] = {}
+    for device in devices:
+        index = getattr(device, "slice_index", 0) if _place(device) else 0
+        found.setdefault(index, []).append(device)
+    return [found[index] for index in sorted(found)]
+
+
+def on_one_slice(mesh: jax.sharding.Mesh) -> tuple[list[jax.Device], dict[str, int]]:
+    """The devices of a mesh on its first slice, in order, and how many along each axis.
+
+    The compiler numbers the devices of each slice in this order.
+    """
+    import numpy as np
+
+    devices = by_slice(mesh.devices.flat)[0]
+    ids = [device.id for device in devices]
+    places = np.isin([d.id for d in mesh.devices.flat], ids).nonzero()[0]
+    along = np.unravel_index(places, mesh.devices.shape)
+    sizes = (len(np.unique(one)) for one in along)
+    return devices, dict(zip(mesh.axis_names, sizes, strict=True))
+
+
+def axes_within(mesh: jax.sharding.Mesh) -> list[str]:
+    """The axes with several devices, along which none lies on another slice."""
+    _, own = on_one_slice(mesh)
+    return [a for a, n in own.items() if n > 1 and n == mesh.shape[a]]
+
+
 @dataclass(frozen=True)
 class PlacedMesh:
     """A mesh of devices with what it was made of.
@@ -148,7 +182,7 @@ def place_mesh(
     """The mesh of :func:`build_mesh`, and its spec.
 
     Raises:
-        MeshError: there are too few devices.
+        MeshError: there are too few devices, or dp is not a multiple of the slices.
     """
     mesh = build_mesh(spec, devices)
     return PlacedMesh(MeshSpec(**dict(mesh.shape)), mesh)
@@ -162,21 +196,25 @@ def build_mesh(
     On more than eight chips of a TPU slice they are put in an order along its links,
     whatever order they come in (:func:`tpuport.core.mesh.device_mesh.torus_order`;
     ``jax.make_mesh`` refuses some subsets of a slice). Otherwise the order of
-    ``devices`` is kept. Axis types are Auto, so the compiler chooses the shardings that
-    are not given.
+    ``devices`` is kept. On several slices dp goes across them, and each slice gives as
+    many devices. Axis types are Auto, so the compiler chooses the shardings that are
+    not given.
 
     Args:
         spec: may have one axis of -1.
         devices: ``jax.devices()`` when not given.
 
     Raises:
-        MeshError: there are too few devices.
+        MeshError: there are too few devices, or dp is not a multiple of the slices.
     """
     import jax
 
     found = list(jax.devices() if devices is None else devices)
     spec = spec.resolve(len(found))
-    return mesh_over(torus_order(found[: spec.size], spec), spec.shape)
+    slices = by_slice(found)
+    own = spec.within(len(slices), len(found))
+    ordered = (torus_order(one[: own.size], own) for one in slices)
+    return mesh_over(itertools.chain(*ordered), spec.shape)
 
 
 def mesh_over(

@@ -111,6 +111,23 @@ class MeshSpec:
             )
         return replace(self, **dict.fromkeys(open_axes, device_count // known))
 
+    def within(self, slices: int, device_count: int) -> MeshSpec:
+        """The part of the mesh on each of several slices: dp goes across them.
+
+        Args:
+            device_count: of all slices.
+
+        Raises:
+            MeshError: dp is not a multiple of the slices.
+        """
+        if self.dp % slices:
+            wider = replace(self, dp=math.lcm(self.dp, slices))
+            raise MeshError(
+                f"mesh {self} on {slices} slices: dp alone goes across slices, so it "
+                f"is a multiple of {slices}; try {wider._shrunk(device_count)}"
+            )
+        return replace(self, dp=self.dp // slices)
+
     def unused(self, device_count: int) -> str | None:
         """A remark on devices that the mesh leaves unused; ``None`` for none."""
         left = device_count - self.size

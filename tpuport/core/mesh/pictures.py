@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.mesh.device_mesh import on_one_slice
 from tpuport.core.mesh.mesh_spec import divisors
 from tpuport.core.mesh.spatial_split import (
     COLUMNS,
@@ -37,7 +38,7 @@ class Picture:
     """How the last two dims of an array are split.
 
     Attributes:
-        mesh: all devices, along rows and columns.
+        mesh: all devices, along rows and columns; several slices along an axis more.
         space: the sides of the picture.
     """
 
@@ -57,24 +58,29 @@ def picture_of(
 
     Of all splits the one whose parts can be halved most often. A picture of half or
     twice the size has the same split, so a network that enlarges a picture step by step
-    moves no part. Columns come first: with both sides split, every exchange is two.
+    moves no part. Columns come first: with both sides split, every exchange is two. Of
+    several slices each has the whole picture, split over its devices.
     """
-    if mesh is None or mesh.size == 1:
+    if mesh is None:
+        return None
+    devices, shape = on_one_slice(mesh)
+    count = len(devices)
+    if count == 1:
         return None
 
     def halvings(split: tuple[int, int]) -> float:
         sides = zip((rows, columns), split, strict=True)
         return min(_twos(size, parts) for size, parts in sides if parts > 1)
 
-    axes = [size for size in mesh.devices.shape if size > 1]
+    axes = [size for size in shape.values() if size > 1]
     # A side may take whole axes of the mesh. The compiler (jaxlib 0.10.2) loses a side
     # that takes an axis and a part of another: 4 x 2 on dp=2,tp=4 became 2 parts.
     counts = (
-        divisors(mesh.size)
+        divisors(count)
         if len(axes) == 1
         else [math.prod(axes[:n]) for n in range(len(axes) + 1)]
     )
-    split = max(((n, mesh.size // n) for n in counts), key=halvings)
+    split = max(((n, count // n) for n in counts), key=halvings)
     sides = [
         Side(axis=axis, parts=parts, size=size)
         for axis, parts, size in zip(

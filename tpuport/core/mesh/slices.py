@@ -15,7 +15,7 @@ import difflib
 import importlib.util
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpuport.core.mesh.chips import chip
@@ -28,17 +28,18 @@ class TopologyError(TpuportError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """A slice of a TPU pod.
+    """A slice of a TPU pod, or several alike, joined by the data-centre network.
 
     Attributes:
         name: ``"v6e-8"``.
         chip: the generation, a key of :data:`tpuport.core.mesh.chips.CHIPS`.
-        chips: how many chips.
+        chips: how many chips, of all slices.
         devices: how many jax devices; twice ``chips`` for v7x.
         dims: chips along each axis of the interconnect, such as (2, 4).
         rings: whether the last chip of each axis is linked to the first.
         libtpu_name: what libtpu calls it, such as ``"v6e:2x4"``.
         options: further arguments of ``jax.experimental.topologies``.
+        slices: how many slices.
     """
 
     name: str
@@ -49,6 +50,33 @@ class Topology:
     rings: tuple[bool, ...]
     libtpu_name: str
     options: dict[str, Any] = field(default_factory=dict)
+    slices: int = 1
+
+    @property
+    def title(self) -> str:
+        """For people: ``"v6e-8"``, or ``"2 x v6e-8"``."""
+        return self.name if self.slices == 1 else f"{self.slices} x {self.name}"
+
+    def times(self, slices: int) -> Topology:
+        """So many of this slice.
+
+        Raises:
+            UsageError: what joins slices of this chip is not known.
+        """
+        if slices == 1:
+            return self
+        if chip(self.chip).dcn_bandwidth is None:
+            raise UsageError(
+                f"--slices {slices}: Google publishes no bandwidth of the data-centre "
+                f"network of {self.chip}; plan one slice, or another chip"
+            )
+        return replace(
+            self,
+            chips=self.chips * slices,
+            devices=self.devices * slices,
+            options=self.options | {"num_slices": slices},
+            slices=slices,
+        )
 
 
 #: Axes of a slice by its size in chips.
@@ -183,6 +211,8 @@ def check_libtpu(topology: Topology) -> None:
 def topology_devices(topology: Topology) -> list[Any]:
     """The jax devices of a slice, none of which need exist, in libtpu's order.
 
+    Of several slices, those of the first one come first.
+
     Programs are compiled for them by placing abstract arrays on a mesh of them. The
     process should have been given :func:`compile_environment`.
 
@@ -205,12 +235,12 @@ def topology_devices(topology: Topology) -> list[Any]:
             ) from error
         text = " ".join(str(error).split())
         raise TopologyError(
-            f"libtpu cannot describe {topology.name} ({topology.libtpu_name}): {text}"
+            f"libtpu cannot describe {topology.title} ({topology.libtpu_name}): {text}"
         ) from error
     devices = list(described.devices)
     if len(devices) != topology.devices:
         raise TopologyError(
-            f"libtpu describes {topology.name} ({topology.libtpu_name}) with "
+            f"libtpu describes {topology.title} ({topology.libtpu_name}) with "
             f"{len(devices)} devices; {topology.devices} were expected"
         )
     return devices

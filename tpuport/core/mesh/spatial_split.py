@@ -326,8 +326,13 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
 
 
 def spatial_mesh(mesh: jax.sharding.Mesh, split: SpatialSplit) -> jax.sharding.Mesh:
-    """The devices of ``mesh``, in its order, along the axes of a split."""
-    return mesh_over(mesh.devices.flat, split._asdict())
+    """The devices of ``mesh``, in its order, along the axes of a split.
+
+    If the split is of the devices of one slice, every slice has all parts.
+    """
+    slices = mesh.size // math.prod(split)
+    first = {"slices": slices} if slices > 1 else {}
+    return mesh_over(mesh.devices.flat, first | split._asdict())
 
 
 def partition(letters: str) -> jax.sharding.PartitionSpec:

@@ -17,6 +17,7 @@ from tpuport.core.drive.rehearsal import Rehearsed
 from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.device_memory import array_bytes, plan_of, refused_bytes
+from tpuport.core.mesh.device_mesh import on_one_slice
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology
 from tpuport.core.plan.building import CompileError
@@ -146,8 +147,8 @@ def measure(
         took = time.perf_counter() - before
         text = compiled.as_text()
         memory = _memory(plan_of(compiled), weights, resident)
-        network = Network(topology, chip, list(program.mesh.devices.flat))
-        mesh = dict(program.mesh.shape)
+        devices, mesh = on_one_slice(program.mesh)
+        network = Network(topology, chip, devices)
         found = account(parse(text), chip, network, mesh, kernels)
     return Measured(
         stage=program.stage,

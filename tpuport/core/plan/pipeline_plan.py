@@ -106,6 +106,7 @@ def plan_pipeline(
         model=folder.class_name,
         weights=folder.reference,
         topology=topology.name,
+        slices=topology.slices,
         chip=chip,
         mesh=spec,
         settings={
@@ -168,7 +169,7 @@ def _measured(
         wanted = [stage for stage in program.by_stage if stage in stages]
         for stage in wanted:
             kernels.setdefault(stage, KernelsMet(chip, kept.schedules, reporter))
-        with reporter.timed(f"compiling {program.name} for {spec} of {topology.name}"):
+        with reporter.timed(f"compiling {program.name} for {spec} of {topology.title}"):
             measured = measure(
                 program,
                 topology,

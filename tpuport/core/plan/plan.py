@@ -128,6 +128,7 @@ class Plan:
     Attributes:
         model, weights: what runs.
         topology: the name of the slice.
+        slices: how many of it.
         chip: its constants.
         mesh: the devices.
         settings: the request, JSON-ready.
@@ -147,6 +148,7 @@ class Plan:
     model: str
     weights: str
     topology: str
+    slices: int = 1
     chip: Chip
     mesh: MeshSpec
     settings: Mapping[str, Any]
@@ -219,6 +221,7 @@ class Plan:
         denoise = self.stage(DENOISE)
         return {
             **_told(self, "model weights topology"),
+            "slice_count": self.slices,
             "chip": self.chip.as_dict(),
             "mesh": self.mesh.shape,
             "devices": self.mesh.size,

@@ -14,6 +14,7 @@ import torch
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.enums import WeightsOn
+from tpuport.core.mesh.device_mesh import axes_within
 from tpuport.core.mesh.mesh_use import undivided
 from tpuport.core.reports import bytes_text
 from tpuport.core.seam.arithmetic import Arithmetic
@@ -168,7 +169,7 @@ class ModuleWeights:
         mesh = self.target.mesh
         shape = dict(mesh.shape)
         if self._claim is None:
-            rules = rules_of(self._tables(stored, shape))
+            rules = rules_of(self._tables(stored))
             whole = plan_sharding(rules, stored, shape, component=self.name)
         else:
             whole = self._claim.plan(stored, shape)
@@ -179,7 +180,8 @@ class ModuleWeights:
             room = 0
         elif not self._each_step:
             room = min(room, MOST_WHOLE)
-        self.plan = gathered(whole, ported, stored, room=room)
+        within = axes_within(mesh)
+        self.plan = gathered(whole, ported, stored, room=room, within=within)
         self.waiting = streamable(self.plan, ported, stored)
         if self._streams():
             self.plan = streaming(self.plan, self.waiting)
@@ -213,10 +215,11 @@ class ModuleWeights:
         )
         return True
 
-    def _tables(self, stored: Container[str], mesh: Mapping[str, int]) -> Layout:
+    def _tables(self, stored: Container[str]) -> Layout:
         """A layout of large tables of embeddings, by features."""
-        axes = tuple(axis for axis in ("dp", "sp") if mesh.get(axis, 1) > 1)
-        parts = math.prod(mesh[axis] for axis in axes)
+        mesh = self.target.mesh
+        axes = tuple(axis for axis in axes_within(mesh) if axis in ("dp", "sp"))
+        parts = math.prod(mesh.shape[axis] for axis in axes)
         if not axes or self._each_step or self.target.splits_space(self.name):
             return {}
         return {

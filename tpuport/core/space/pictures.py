@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpuport.core.mesh.device_mesh import mesh_over
+from tpuport.core.mesh.device_mesh import by_slice, mesh_over
 from tpuport.core.mesh.mesh_spec import divisors
 from tpuport.core.mesh.spatial_split import (
     AXES,
@@ -148,19 +148,30 @@ class Parts:
         return (*shape[:-2], *(n * side.parts for n, side in own))
 
     def mesh(self, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-        """The devices, in their order, along the axes of the split."""
-        split = self.split
+        """The devices, in their order, along the axes of the split.
+
+        Copies are neighbours on one slice. Of several slices each has all parts of a
+        picture, so copies are far apart.
+        """
+        split, ordered = self.split, list(devices)
+        if len(by_slice(devices)) > 1:
+            each = len(ordered) // self.copies
+            ordered = [d for part in range(each) for d in devices[part::each]]
         sizes = (split.videos, split.rows, split.columns, self.copies)
-        return mesh_over(devices, dict(zip((*AXES, "copies"), sizes, strict=True)))
+        return mesh_over(ordered, dict(zip((*AXES, "copies"), sizes, strict=True)))
 
 
 def ways(
-    pictures: Pictures, made: Sequence[Shape], devices: int, by_video: bool
+    pictures: Pictures,
+    made: Sequence[Shape],
+    devices: Sequence[jax.Device],
+    by_video: bool,
 ) -> Iterator[Parts]:
     """Ways to split the pictures of a call, the best first; the last one is no split.
 
     Args:
         made: shapes of its results of four or five dims.
+        devices: all; the parts of a picture lie on one slice of them.
         by_video: whether videos may lie on different devices.
     """
     scales = {*pictures.scales}
@@ -172,11 +183,14 @@ def ways(
     granule = math.lcm(*(scale.denominator for scale in scales))
     rows, left = divmod(pictures.rows, granule)
     columns, over = divmod(pictures.columns, granule)
-    counts = [] if left or over else divisors(devices)[:0:-1]
+    total, each = len(devices), len(by_slice(devices)[0])
+    counts = [] if left or over else divisors(total)[:0:-1]
     for count in counts:
         videos = pictures.videos if by_video else 1
         split = choose_split(count, videos, rows, columns)
-        found = Parts.of(split, rows, columns, devices)
+        found = Parts.of(split, rows, columns, total)
+        if each % (split.rows * split.columns):
+            continue
         if all(side.parts == 1 or side.each >= FEWEST for side in found._sides):
             yield found
-    yield Parts.whole(pictures, devices)
+    yield Parts.whole(pictures, total)

@@ -67,11 +67,11 @@ class SplitTracing:
         Raises:
             PluginError: an operation is not local in the picture.
         """
-        count = len(self.devices)
-        jaxpr = self.trace(Parts.whole(self.pictures, count))
+        devices = self.devices
+        jaxpr = self.trace(Parts.whole(self.pictures, len(devices)))
         shapes = tuple(aval.shape for aval in jaxpr.out_avals)
         made = [aval.shape for aval in jaxpr.out_avals if may_be_picture(aval)]
-        for parts in ways(self.pictures, made, count, self.by_video(shapes)):
+        for parts in ways(self.pictures, made, devices, self.by_video(shapes)):
             # The last trace tells what the results are put together from.
             with contextlib.suppress(HaloError):
                 return self.joined(self.trace(parts), parts, shapes)

@@ -9,7 +9,7 @@ arXiv:2304.11277, for training). A device then holds one block whole at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ def gathered(
     weights: Mapping[str, Any],
     *,
     room: float,
+    within: Collection[str],
 ) -> ShardingPlan:
     """``plan`` with the weights of stacked blocks in parts, if they need parts.
 
@@ -55,12 +56,13 @@ def gathered(
         plan: a plan of whole weights, or of weights that tp splits.
         weights: as :func:`plan_sharding` took them.
         room: bytes of a device that the weights may take.
+        within: the axes of the mesh that lie within a slice; others hold no parts.
     """
     found = plan
     if plan.bytes_per_device <= room:
         return found
     for axes in (("sp",), ("dp",), ("dp", "sp")):
-        if any(plan.mesh.get(axis, 1) == 1 for axis in axes):
+        if not {*axes} <= {*within}:
             continue
         finer = _in_parts(plan, ported, weights, axes)
         if finer.bytes_per_device < found.bytes_per_device:
