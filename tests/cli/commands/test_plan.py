@@ -186,7 +186,7 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
         )
 
     one: Any = SimpleNamespace(
-        topology=SimpleNamespace(devices=4),
+        topology=SimpleNamespace(devices=4, slices=1),
         rehearse=lambda spec: SimpleNamespace(programs=(denoise,)),
         on_chips=planned,
         reporter=SimpleNamespace(say=told.append),
@@ -200,6 +200,34 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
         assert told == [
             "no time to plan dp=2,sp=2,tp=1: give more with --budget SECONDS"
         ]
+
+
+def test_a_search_keeps_all_but_dp_within_a_slice() -> None:
+    found = planning._legal(16, [8], 4, 2)
+    assert [str(spec) for spec in found if spec.tp == 1] == [
+        "dp=2,sp=8,tp=1",
+        "dp=4,sp=4,tp=1",
+    ]
+
+
+@needs_libtpu
+def test_the_pair_of_guidance_goes_to_two_slices(folder: Path, tmp_path: Path) -> None:
+    """Over 10 s: a compile for TPUs."""
+    asked = ("--topology", "v6e-16", "--slices", "2", "--json")
+    done = plan(tmp_path, "--weights", str(folder), *ASKED, *asked)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert (found["topology"], found["slice_count"]) == ("v6e-16", 2)
+    assert found["mesh"] == {"dp": 2, "sp": 16, "tp": 1}
+    assert found["devices"] == 32
+    # Each slice sends the noise that it predicts, a part from each chip, once a step.
+    (use,) = (u for u in found["collectives"] if "slices" in u["axis"])
+    assert (use["kind"], use["program"]) == ("all-gather", "transformer")
+    others = [u for u in found["collectives"] if u is not use]
+    assert others
+    assert {u["axis"] for u in others} == {"sp"}
+    assert use["seconds"] == pytest.approx(use["bytes"] / 2 / 12.5e9)
+    assert 0 < found["bounds"]["data-centre network"] <= found["split"]["collective"]
 
 
 @pytest.mark.parametrize("asked", WeightsOn)
@@ -333,6 +361,9 @@ def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:
         (("--topology", "v6e-8,v6e-7"), "unknown TPU topology 'v6e-7'"),
         (("--topology", "v6e-8,v5e-4", "--mesh", "sp=8"), "needs 8 devices, there are"),
         (("--topology", "v6e-8,v5e-4", "--dump", "dump"), "--dump is of one slice"),
+        (("--topology", "v6e-8", "--slices", "2", "--mesh", "sp=16"), "multiple of 2;"),
+        (("--topology", "v4-8", "--slices", "2"), "--slices 2: Google publishes no"),
+        (("--slices", "2"), "--topology"),
         (("--topology", "v6e-8", "--price", "v5e=1"), "no slice of v5e"),
         (("--topology", "v6e-8", "--deadline", "60"), "no time such as 60s or 2m"),
     ],

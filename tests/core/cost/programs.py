@@ -77,6 +77,23 @@ ENTRY %main (g: f32[1024,1024]) -> f32[1024,1024] {{
 }}
 """  # noqa: E501
 
+_MEETING = 'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="{}",_xla_megascale_target="{{1,2}}x{{0:7}}",_xla_megascale_transfer_type="ALL_GATHER"}}'  # noqa: E501
+
+#: 4 MiB of each device to the other slice, and 4 MiB from there, beside some work.
+BETWEEN_SLICES = f"""HloModule jit_between, is_scheduled=true
+
+ENTRY %main (g: f32[1024,1024]) -> f32[2048,1024] {{
+  %g = f32[1024,1024]{{1,0:T(8,128)}} parameter(0)
+  %token = token[] after-all()
+  %recv = (f32[2048,1024]{{1,0:T(8,128)}}, u32[], token[]) recv(%token), channel_id=1, {_MEETING.format("gather_0")}
+  %send = (f32[1024,1024]{{1,0:T(8,128)}}, u32[], token[]) send(%g, %token), channel_id=2, {_MEETING.format("gather_0")}
+  %work = f32[1024,1024]{{0,1:T(8,128)}} copy(%g), {config(175000)}
+  %recv-done = (f32[2048,1024]{{1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=1
+  %send-done = token[] send-done(%send), channel_id=2
+  ROOT %got = f32[2048,1024]{{1,0:T(8,128)}} get-tuple-element(%recv-done), index=0
+}}
+"""  # noqa: E501  (the form is XLA's)
+
 #: A slice of an array in the host's memory, started before some work.
 FROM_HOST = f"""HloModule jit_from_host, is_scheduled=true
 

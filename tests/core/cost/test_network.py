@@ -9,6 +9,8 @@ import pytest
 
 from tpuport.core.cost.hlo import Instruction
 from tpuport.core.cost.network import (
+    SLICES,
+    TO_SLICES,
     Collective,
     Network,
     read_collective,
@@ -163,3 +165,41 @@ def test_a_permute_has_the_axis_along_which_its_pairs_differ() -> None:
     found = read("collective-permute-start", "source_target_pairs={{0,4},{1,5}}")
     assert (found.kind, found.axis) == ("collective-permute", "dp")
     assert read("collective-permute", "source_target_pairs={{3,0}}").axis == "tp"
+
+
+TWO, FOUR = '"{1,2}x{0:3}"', '"{1,2,3,4}x{0:3}"'
+
+
+@pytest.mark.parametrize(
+    ("type_", "target", "kind", "crosses", "size"),
+    [
+        # Every device sends its array, and receives those of the other slices.
+        ("ALL_GATHER", TWO, "all-gather", 4, 8),
+        ("ALL_GATHER", FOUR, "all-gather", 12, 16),
+        # A share to each other slice, and for a sum the sums back.
+        ("REDUCE_SCATTER", FOUR, "reduce-scatter", 3, 4),
+        ("ALL_REDUCE", TWO, "all-reduce", 4, 4),
+        ("ALL_REDUCE", FOUR, "all-reduce", 6, 4),
+        ("ALL_TO_ALL", "{{100000,200000},{100001,200001}}", "all-to-all", 2, 4),
+        # One of the three others is on the same slice.
+        ("ALL_TO_ALL", "{{100000,100004,200000,200004}}", "all-to-all", 2, 4),
+        ("ONE_TO_ONE", "{{100004->200000}}", "collective-permute", 4, 4),
+    ],
+)
+def test_what_goes_to_other_slices_takes_the_share_of_a_chip(
+    type_: str, target: str, kind: str, crosses: float, size: int
+) -> None:
+    """Of 4 MiB a device; 100 Gb/s a chip are 12.5 GB/s."""
+    named = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{type_}"'
+    found = read("send", f"channel_id=2, frontend_attributes={{{named}}}, x")
+    assert (found.kind, found.axis, found.bytes) == (kind, SLICES, size << 20)
+    assert found.loads == {TO_SLICES: crosses * (1 << 20)}
+    assert found.seconds == pytest.approx(crosses * (1 << 20) / 12.5e9)
+
+
+def test_slices_that_are_written_in_another_way_are_refused() -> None:
+    with pytest.raises(TpuportError, match="no slices in"):
+        read(
+            "send",
+            '_xla_megascale_target="all",_xla_megascale_transfer_type="ALL_GATHER"',
+        )

@@ -7,13 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from tests.core.cost.programs import FROM_HOST, LOOPS, OVERLAP, config
+from tests.core.cost.programs import (
+    BETWEEN_SLICES,
+    FROM_HOST,
+    LOOPS,
+    OVERLAP,
+    config,
+)
 from tests.core.cost.test_network import network
 from tpuport.core.cost.hlo import Instruction, convolution_flops, parse
 from tpuport.core.cost.network import HOP_SECONDS
 from tpuport.core.cost.program_time import (
     ATTENTION,
     COLLECTIVE,
+    DCN,
     HBM,
     HOST_LINK,
     ICI,
@@ -94,6 +101,19 @@ def test_transfers_run_beside_the_core() -> None:
     assert use.exposed_seconds == pytest.approx(link - 17500 / CLOCK)
     assert found.seconds == pytest.approx(link)
     assert {r.name for r in found.rows} == {"send", "work"}
+
+
+def test_what_goes_to_another_slice_runs_beside_the_core() -> None:
+    """4 MiB at 12.5 GB/s take 336 us, the work 100 us; one transfer has two ends."""
+    found = add_up(BETWEEN_SLICES)
+    (use,) = found.collectives()
+    assert (use.kind, use.axis, use.count) == ("all-gather", "slices", 1)
+    network = (4 << 20) / 12.5e9
+    assert use.seconds == pytest.approx(network)
+    assert use.exposed_seconds == pytest.approx(network - 175000 / CLOCK)
+    assert found.seconds == pytest.approx(network)
+    assert found.bound == DCN
+    assert DCN not in add_up(OVERLAP).bounds()
 
 
 def test_what_comes_from_the_host_takes_the_hosts_link() -> None:

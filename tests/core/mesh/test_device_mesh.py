@@ -90,6 +90,66 @@ def test_libtpu_lists_devices_as_these_tests_do() -> None:
         assert placed == wanted
 
 
+_SLICES = """
+import json
+from tpuport.core.mesh.device_mesh import axes_within, build_mesh, on_one_slice
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.pictures import picture_of
+from tpuport.core.mesh.slices import parse_topology, topology_devices
+from tpuport.core.space.pictures import Pictures, ways
+
+def placed(name, slices, spec):
+    devices = topology_devices(parse_topology(name).times(slices))
+    return build_mesh(MeshSpec.parse(spec), devices[::-1])
+
+def at(devices):
+    return [[d.slice_index, *d.coords[:2]] for d in devices]
+
+wide, pair = placed("v6e-16", 2, "dp=4,sp=8"), placed("v6e-4", 2, "dp=2,sp=2")
+one = placed("v6e-16", 1, "dp=2,sp=8")
+mesh = placed("v6e-4", 4, "dp=4,sp=4")
+
+def split(videos):
+    pictures = Pictures(videos=videos, rows=16, columns=64, places=frozenset({0}),
+                        scales=frozenset({1}))
+    parts = next(ways(pictures, [], list(mesh.devices.flat), True))
+    found = parts.mesh(list(mesh.devices.flat))
+    return [[*found.devices.shape], [[d.slice_index for d in found.devices[v].flat]
+                                     for v in range(videos)]]
+
+whole = picture_of(mesh, 16, 64)
+print(json.dumps({
+    "order": at(wide.devices.flat), "one": at(one.devices.flat),
+    "within": axes_within(wide), "alone": axes_within(one),
+    "sizes": on_one_slice(wide)[1], "some": at(pair.devices.flat),
+    "one video": split(1), "eight": split(8),
+    "picture": [dict(whole.mesh.shape), at(whole.mesh.devices[0].flat)],
+}))
+"""
+
+
+@needs_libtpu
+def test_dp_goes_across_slices_and_all_else_stays_within() -> None:
+    found = run_json(_SLICES)
+    # Each slice has the order of one slice alone.
+    one = [place[1:] for place in found["one"]]
+    assert found["order"] == [[n, *place] for n in (0, 1) for place in one]
+    assert (found["within"], found["alone"]) == (["sp"], ["dp", "sp"])
+    assert found["sizes"] == {"dp": 2, "sp": 8, "tp": 1}
+    # A mesh of fewer devices takes as many of each slice.
+    assert [place[0] for place in found["some"]] == [0, 0, 1, 1]
+    # Each of four slices has all parts of the one video; of eight videos two are there.
+    shape, (slices,) = found["one video"]
+    assert shape == [1, 1, 4, 4]
+    assert slices == [0, 1, 2, 3] * 4
+    shape, slices = found["eight"]
+    assert shape == [8, 1, 2, 1]
+    assert slices == [[n // 2] * 2 for n in range(8)]
+    shape, places = found["picture"]
+    assert shape == {"slices": 4, "videos": 1, "rows": 1, "columns": 4}
+    assert {place[0] for place in places} == {0}
+
+
 def meshes(devices: int) -> list[MeshSpec]:
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     return [

@@ -151,6 +151,18 @@ class TestResolve:
         assert message(MeshSpec().resolve, 0) == none
 
 
+def test_dp_alone_goes_across_slices() -> None:
+    assert MeshSpec(dp=4, sp=8).within(2, 32) == MeshSpec(dp=2, sp=8)
+    assert MeshSpec(dp=3).within(1, 8) == MeshSpec(dp=3)
+    for spec, fits in (
+        (MeshSpec(sp=16), "dp=2,sp=8,tp=1"),
+        (MeshSpec(dp=3, tp=4), "dp=2,sp=1,tp=4"),
+    ):
+        said = f"so it is a multiple of 2; try {fits}"
+        assert message(spec.within, 2, 16).endswith(said)
+        assert MeshSpec.parse(fits).within(2, 16)
+
+
 def test_a_mesh_is_of_the_first_devices_in_their_order() -> None:
     mesh = build_mesh(MeshSpec(dp=2, tp=3))
     assert mesh.axis_names == ("dp", "sp", "tp")

@@ -86,6 +86,20 @@ def test_an_axis_is_a_ring_only_where_the_pod_closes_it(
     assert parse_topology(name).rings == rings
 
 
+def test_several_slices_are_as_many_chips_and_joined_by_their_share() -> None:
+    two = parse_topology("v5p-128").times(2)
+    assert (two.title, two.chips, two.devices) == ("2 x v5p-128", 128, 128)
+    assert two.dims == parse_topology("v5p-128").dims
+    assert parse_topology("v6e-8").times(1) == parse_topology("v6e-8")
+    with pytest.raises(UsageError, match="bandwidth of the data-centre network of v4"):
+        parse_topology("v4-8").times(2)
+    # Gb/s of a chip, as Google gives them.
+    given = {"v5e": 6.4e3 / 256, "v5p": 50, "v6e": 100, "v7x": 100}
+    for name, gigabits in given.items():
+        share, found = chip(name).dcn_bandwidth, chip(name)
+        assert share == gigabits * 1e9 / 8 / found.devices_per_chip
+
+
 def test_every_slice_is_of_a_chip_in_the_table() -> None:
     for name in TOPOLOGY_NAMES:
         found = parse_topology(name)

@@ -66,7 +66,7 @@ def test_gathered_weights_give_the_same(
     assert array.shape not in shapes
 
 
-def planned(mesh: str, room: float) -> Any:
+def planned(mesh: str, room: float, *within: str) -> Any:
     """A plan of two stacked blocks, of 64 MiB each, and 8 MiB beside them."""
     sizes = {"dp": 1, "sp": 1, "tp": 1}
     sizes |= {k: int(v) for k, v in (part.split("=") for part in mesh.split(","))}
@@ -86,6 +86,7 @@ def planned(mesh: str, room: float) -> Any:
         PortedModule(module, None, (Stack("blocks", 0, tuple(module.blocks)),)),
         weights,
         room=room,  # type: ignore[arg-type]
+        within=within or [axis for axis, size in sizes.items() if size > 1],
     )
 
 
@@ -130,6 +131,11 @@ def test_parts_are_as_many_as_needed(
     assert whole - plan.bytes_per_device == plan.gathered_bytes_per_device
     assert any("weights in parts over" in line for line in plan.remarks()) == bool(over)
     assert plan.as_dict()["gathered"]["weights"] == (2 if over else 0)
+
+
+def test_no_weight_has_parts_on_several_slices() -> None:
+    assert planned("dp=4,sp=2", 30 * MIB, "sp").gathered_over == ("sp",)
+    assert planned("dp=4", 30 * MIB, "sp").gathered_over == ()
 
 
 class Encoder(torch.nn.Module):
