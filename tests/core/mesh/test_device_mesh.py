@@ -103,7 +103,7 @@ def placed(name, slices, spec):
     return build_mesh(MeshSpec.parse(spec), devices[::-1])
 
 def at(devices):
-    return [[d.slice_index, *d.coords[:2]] for d in devices]
+    return [[getattr(d, "slice_index", 0), *d.coords[:2]] for d in devices]
 
 wide, pair = placed("v6e-16", 2, "dp=4,sp=8"), placed("v6e-4", 2, "dp=2,sp=2")
 one = placed("v6e-16", 1, "dp=2,sp=8")
