@@ -24,6 +24,12 @@ from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.step_cache import StepCache
 
 
+_HOST = (
+    "the host of this machine works {:.3f} s a step, while the devices make the step "
+    "before; if their step is shorter, they wait, which no figure has"
+)
+
+
 class Folders(NamedTuple):
     """Folders of a plan.
 
@@ -92,15 +98,10 @@ def plan_pipeline(
     """
     chip = chip_named(topology.chip)
     made, kernels, files = _measured(found, topology, spec, stages, kept, reporter)
-    programs = [one for programs in made.values() for one in programs]
-    notes = [note for p in programs if p.account for note in p.account.notes]
+    accounts = [p.account for programs in made.values() for p in programs]
+    notes = [note for account in accounts if account for note in account.notes]
     if found.host_seconds is not None:
-        notes.insert(
-            0,
-            f"the host of this machine works {found.host_seconds:.3f} s a step, while "
-            "the devices make the step before; if their step is shorter, they wait, "
-            "which no figure has",
-        )
+        notes.insert(0, _HOST.format(found.host_seconds))
     return Plan(
         files=files,
         model=folder.class_name,
