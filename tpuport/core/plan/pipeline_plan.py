@@ -23,7 +23,6 @@ from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.step_cache import StepCache
 
-
 _HOST = (
     "the host of this machine works {:.3f} s a step, while the devices make the step "
     "before; if their step is shorter, they wait, which no figure has"
