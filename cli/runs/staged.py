@@ -22,6 +22,7 @@ from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_lock import holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
+from tpuport.core.files.stores import from_anywhere
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter, RunReport, plural
 from tpuport.core.spec.run_settings import Asked, typed
@@ -170,7 +171,7 @@ def _record(run: VideoRun, out: str = "") -> Record:
         "inputs": {_absolute(name): digest for name, digest in run.inputs.items()},
         "versions": versions(),
         "videos": len(run.together()),
-        "out": out and str(Path(out).absolute()) + "/" * out.endswith("/"),
+        "out": out and from_anywhere(out),
     }
 
 
