@@ -105,9 +105,9 @@ class Settings(RunSettings, Asked):
         commands="GNS",
         panel=FILES,
     )
-    batch: int | None = setting(
+    batch_size: int | None = setting(
         kinds.positive,
-        "--batch N",
+        "--batch-size N",
         "Videos that are made together, in one call.",
         commands="GEPC",
         panel=WHAT,

@@ -209,7 +209,7 @@ def _copy_of(kept: PipelineRun, name: str) -> Path:
 def _plain(run: VideoRun) -> dict[str, Any]:
     """What was asked for, as JSON; what was not given is left out."""
     settings = run.settings
-    names = [f.name for f in fields(Asked)] + ["latents", "batch", *_HOW]
+    names = [f.name for f in fields(Asked)] + ["latents", "batch_size", *_HOW]
     known = {f.name for f in fields(Settings) if f.init and f.name in names}
 
     def plain(value: Any) -> Any:

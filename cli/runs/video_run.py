@@ -236,7 +236,7 @@ class VideoRun(PipelineCall):
     def together(self) -> list[range]:
         """The numbers of the videos of each call."""
         count = len(self.videos())
-        each = self.settings.batch or 1
+        each = self.settings.batch_size or 1
         return [range(n, min(n + each, count)) for n in range(0, count, each)]
 
     def outputs(self, name: str) -> Outputs:
@@ -457,7 +457,7 @@ class VideoRun(PipelineCall):
         if len(made.frames) < len(numbers):
             raise UsageError(
                 f"{self.folder.class_name} made {plural(len(made.frames), 'video')} of "
-                f"{len(numbers)} prompts: leave --batch out"
+                f"{len(numbers)} prompts: leave --batch-size out"
             )
         asked, found = self.settings.num_frames, len(made.frames[0])
         if asked is not None and asked != found and numbers[0] == 0:
