@@ -28,6 +28,7 @@ from tpuport.core.mesh.slices import topology_devices
 from tpuport.core.programs.folder_place import BUILT, MANIFEST, check_place
 from tpuport.core.reports import bytes_text, plural
 from tpuport.core.spec import kinds
+from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _compile(
     started = time.perf_counter()
     if not settings.out:
         raise UsageError("--out is missing; name the folder for the executables")
-    asked = kinds.any_path(settings.out)
+    asked = read_value(kinds.any_path, settings.out, "--out")
     check_place(asked)
     if topology is not None and settings.mesh is not None:
         settings.mesh.resolve(topology.devices)

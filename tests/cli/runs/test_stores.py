@@ -106,7 +106,9 @@ def test_an_upload_that_breaks_leaves_a_run_that_goes_on(
     asked = ("generate", "--weights", folder, *UPSTREAM, "--checkpoint-every", "1")
     with monkeypatch.context() as broken:
         broken.setattr(s3fs.S3FileSystem, "put_file", breaks)
+        _forget()  # what is made once keeps its methods
         ran = cli(*asked, "--out", "s3://bucket/fox.gif")
+    _forget()
     assert ran.code == 1
     assert "s3://bucket/fox.gif: cannot be written (ConnectionResetError" in ran.err
     assert not BUCKET.files()
@@ -118,6 +120,7 @@ def test_an_upload_that_breaks_leaves_a_run_that_goes_on(
 def test_weights_and_executables_are_fetched_once(
     cli: Cli, folder: Path, store: s3fs.S3FileSystem, tmp_path: Path
 ) -> None:
+    """The programs of a run are compiled, which takes more than 10 s."""
     store.put(f"{folder}/", "bucket/wan/", recursive=True)
     weights = (
         "--weights",
@@ -134,7 +137,7 @@ def test_weights_and_executables_are_fetched_once(
     assert "use them with --executables s3://bucket/built" in ran.err
     names = set((BUCKET / "built").files())
     assert "manifest.json" in names
-    assert not list((tmp_path / "cache").rglob("wan*/**/*.safetensors"))
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
     first = cli.good("generate", *weights, *built, "--out", "a.gif")
     assert "downloading s3://bucket/wan" in first.err
     again = cli.good("generate", *weights, *built, "--out", "b.gif")
