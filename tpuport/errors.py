@@ -130,6 +130,14 @@ class WriteError(ArtifactError, OutputError):
     exit_code = 1
 
 
+class StoreError(TpuportError):
+    """An object store cannot be reached, read or written."""
+
+
+class MissingStoreError(StoreError, UsageError):
+    """There is nothing at an address of an object store."""
+
+
 class VideoError(TpuportError):
     """The frames are not a video: NaN, constant or all black."""
 

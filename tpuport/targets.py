@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Blocks
+from tpuport.core.files.stores import StorePath, fetched
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.programs.folder_place import BUILT
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
@@ -112,12 +114,21 @@ def executables_for(
 
     Raises:
         ArtifactError: the folder is damaged, or for something else.
+        StoreError: the folder is in a store that cannot be read.
+        UsageError: it is in a store, and there is no cache folder to fetch it to.
     """
     from tpuport.core.programs.built_folder import BuiltFolder
 
-    if settings.executables is None:
+    folder = settings.executables
+    if folder is None:
         return None
-    found = BuiltFolder.open(Path(settings.executables), reporter)
+    if isinstance(folder, StorePath):
+        if settings.cache_dir is None:
+            raise UsageError(
+                f"executables {folder}: name a folder to fetch them to with cache_dir"
+            )
+        folder = fetched(folder, BUILT, settings.cache_dir, reporter)
+    found = BuiltFolder.open(Path(folder), reporter)
     about: dict[str, Any] = {"attention": str(settings.attention)}
     if settings.dtype is not None:
         about["dtype"] = str(settings.dtype)

@@ -18,6 +18,7 @@ import platformdirs
 from tpuport.cli.shown import signals
 from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.core.files.folders import check_folder
+from tpuport.core.files.stores import FETCHED
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, check_libtpu, compile_environment
 from tpuport.core.reports import Reporter
@@ -48,10 +49,10 @@ _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",
 }
-_LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg")
+_LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg", "gcsfs")
 
 #: The folders in the cache folder that commands write to.
-_FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules", "previews")
+_FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules", "previews", FETCHED)
 
 
 #: What every run imports sooner or later, and what takes long of that.
@@ -93,7 +94,9 @@ def prepare(*, debug: bool = False) -> None:
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:
-            logger.setLevel(logging.ERROR)
+            # gcsfs logs the traceback of what it raises.
+            level = logging.CRITICAL if name == "gcsfs" else logging.ERROR
+            logger.setLevel(level)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 

@@ -11,6 +11,7 @@ import typer
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.run_record import RUN_FILE, CheckpointEvery
+from tpuport.core.files.stores import AnyPath
 from tpuport.core.files.typed import read_text
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
@@ -104,9 +105,9 @@ class Settings(RunSettings, Asked):
         commands="GNS",
         panel=FILES,
     )
-    batch: int | None = setting(
+    batch_size: int | None = setting(
         kinds.positive,
-        "--batch N",
+        "--batch-size N",
         "Videos that are made together, in one call.",
         commands="GEPC",
         panel=WHAT,
@@ -119,8 +120,8 @@ class Settings(RunSettings, Asked):
         commands="GNS",
         panel=INSIDE,
     )
-    report: Path | None = setting(
-        kinds.path,
+    report: AnyPath | None = setting(
+        kinds.any_path,
         "--report FILE",
         "Write the document of --json into this file too.",
         commands="GENDRPCS",

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
-from tpuport.cli.asked.environment import prepare, prepare_topology, running
+from tpuport.cli.asked.environment import (
+    cache_folder,
+    prepare,
+    prepare_topology,
+    running,
+)
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.variants import with_model
@@ -18,9 +23,12 @@ from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import WeightsOn
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.files.stores import begun, ended
 from tpuport.core.mesh.slices import topology_devices
-from tpuport.core.programs.folder_place import check_place
+from tpuport.core.programs.folder_place import BUILT, MANIFEST, check_place
 from tpuport.core.reports import bytes_text, plural
+from tpuport.core.spec import kinds
+from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -118,13 +126,13 @@ def _compile(
     started = time.perf_counter()
     if not settings.out:
         raise UsageError("--out is missing; name the folder for the executables")
-    folder = Path(settings.out).expanduser()
-    check_place(folder)
+    asked = read_value(kinds.any_path, settings.out, "--out")
+    check_place(asked)
     if topology is not None and settings.mesh is not None:
         settings.mesh.resolve(topology.devices)
-    for asked in stages or ():
-        if asked not in STAGES:
-            raise UsageError(f"--stage {asked!r}: choose one of {', '.join(STAGES)}")
+    for stage in stages or ():
+        if stage not in STAGES:
+            raise UsageError(f"--stage {stage!r}: choose one of {', '.join(STAGES)}")
     wanted = [n for n in STAGES if not stages or n in stages]
     settings = with_model(settings, weights=False)
     with running(settings.cache_dir) as display:
@@ -132,6 +140,8 @@ def _compile(
         from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
+        cache = cache_folder(settings.cache_dir)
+        folder, before = begun(asked, BUILT, cache, display)
         call = prepared(settings, wanted, display)
         if topology is None:
             call.settle_mesh()
@@ -151,16 +161,17 @@ def _compile(
         }
         entries = [one.entry for one in built]
         write_manifest(folder, entries, about, display.say)
+        ended(asked, folder, before, MANIFEST)
     total = sum(entry.size for entry in entries)
     say(
         f"wrote {plural(len(built), 'program')} of {', '.join(wanted)} "
-        f"({bytes_text(total)}) to {folder}; use them with --executables {folder}"
+        f"({bytes_text(total)}) to {asked}; use them with --executables {asked}"
     )
     return {
         "command": "compile",
         **about,
         "versions": versions(),
-        "out": str(folder),
+        "out": str(asked),
         "stages": wanted,
         "programs": [one.as_dict() for one in built],
         "program_bytes": total,

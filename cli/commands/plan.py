@@ -96,7 +96,7 @@ def plan(
             for one in asked
         }
     if comparing:
-        videos = settings.batch or 1
+        videos = settings.batch_size or 1
         offers = [
             Offer(topology=o, plan=made[o.name], videos=videos, price=costs.get(o.chip))
             for o in asked

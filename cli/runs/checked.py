@@ -22,7 +22,7 @@ from tpuport.cli.runs.variants import resolved
 from tpuport.core.drive.compared import Compared, Pair
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.made_folder import made_once
+from tpuport.core.files.folders import made_once
 from tpuport.core.mesh.slices import Topology
 from tpuport.core.pipelines import small
 from tpuport.core.pipelines.call_arguments import PARAMETERS, arguments_of, as_arrays
@@ -113,7 +113,8 @@ class Subject:
         plugin = None if known is None else known.model
         if plugin is None or settings.weights:
             source = settings.weights or name
-            return cls._of_folder(plugin, source, reporter)
+            cache = cache_folder(settings.cache_dir)
+            return cls._of_folder(plugin, source, reporter, cache)
         plugin.check()
         variants = [one for one in plugin.variants.values() if one.configs]
         if not variants:
@@ -124,9 +125,14 @@ class Subject:
 
     @classmethod
     def _of_folder(
-        cls, plugin: ModelPlugin | None, source: str | Path, reporter: Reporter
+        cls,
+        plugin: ModelPlugin | None,
+        source: str | Path,
+        reporter: Reporter,
+        cache: Path,
     ) -> Subject:
-        folder = PipelineFolder.find(source, reporter).fetched(reporter, weights=False)
+        found = PipelineFolder.find(source, reporter, cache)
+        folder = found.fetched(reporter, weights=False)
         configs = small.of_folder(folder.folder)
         files = [f.stat().st_size for f in folder.folder.rglob("*.safetensors")]
         few = bool(files) and sum(files) < _FEW

@@ -110,7 +110,7 @@ def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
 def prompts_of(settings: Settings, prompts: Sequence[str]) -> Any:
     """What a call is given for as many videos as are made together."""
     pairs = [prompt for prompt in prompts for _ in settings.seed]
-    given = (pairs * (settings.batch or 1))[: settings.batch or 1]
+    given = (pairs * (settings.batch_size or 1))[: settings.batch_size or 1]
     return given if len(given) > 1 else given[0]
 
 
@@ -248,13 +248,13 @@ class PipelineCall:
         alone = settings.image or settings.video or folder.blocks is not None or sounds
         several = takes and not alone
         wide = placed.mesh.shape["dp"] > 2 and several
-        asked = settings.batch or (count if wide else 1)
+        asked = settings.batch_size or (count if wide else 1)
         if asked > 1 and not several:
             raise UsageError(
-                f"--batch {asked}: {folder.class_name} makes one video in a call here; "
-                "leave the flag out"
+                f"--batch-size {asked}: {folder.class_name} makes one video in a call "
+                "here; leave the flag out"
             )
-        self.settle(batch=min(asked, count))
+        self.settle(batch_size=min(asked, count))
 
     def check_host_memory(self) -> None:
         """Refuse videos whose frames exceed the memory of the machine or its container.
@@ -265,7 +265,7 @@ class PipelineCall:
         room = host_memory()
         if not (height and width and frames and room):
             return
-        frame = 4 * 3 * height * width * (self.settings.batch or 1)
+        frame = 4 * 3 * height * width * (self.settings.batch_size or 1)
         if frame * frames > room:
             raise UsageError(
                 f"{frames} frames of {width}x{height} take "

@@ -21,6 +21,7 @@ from tpuport.core.files.folders import check_folder
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.run_record import PIPELINE_SCHEMA, RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import read_document, write_document
+from tpuport.core.files.stores import from_anywhere, place
 from tpuport.core.files.typed import checked
 from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line
 
@@ -208,9 +209,12 @@ def sweep(cache: Path) -> None:
 
 def keep_asked(folder: Path, settings: Settings, out: str) -> None:
     """Write beside run.json what :func:`out_of` reads, also after a kill."""
-    report = settings.report and str(settings.report.absolute())
-    place = str(Path(out).absolute()) + "/" * out.endswith("/")
-    content = {"out": place, "overwrite": settings.overwrite, "report": report}
+    report = settings.report and from_anywhere(str(settings.report))
+    content = {
+        "out": from_anywhere(out),
+        "overwrite": settings.overwrite,
+        "report": report,
+    }
     write_document(folder / _ASKED_FILE, _ASKED, content)
 
 
@@ -225,7 +229,7 @@ def out_of(run: KeptRun, settings: Settings) -> Settings:
     if not is_kept(run.folder):
         return settings
     asked = _read_asked(run.folder)
-    report = None if asked["report"] is None else Path(asked["report"])
+    report = None if asked["report"] is None else place(asked["report"])
     return replace(
         settings,
         out=settings.out or asked["out"],

@@ -111,7 +111,7 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
         prompt=tuple(p for p in request["prompts"] if p is not None),
         negative_prompt=request["negative_prompts"][0],
         seed=tuple(request["seeds"][0])[:1],
-        batch=len(request["prompts"]),
+        batch_size=len(request["prompts"]),
         **read,
     )
 

@@ -22,6 +22,7 @@ from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_lock import holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
+from tpuport.core.files.stores import from_anywhere
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter, RunReport, plural
 from tpuport.core.spec.run_settings import Asked, typed
@@ -170,7 +171,7 @@ def _record(run: VideoRun, out: str = "") -> Record:
         "inputs": {_absolute(name): digest for name, digest in run.inputs.items()},
         "versions": versions(),
         "videos": len(run.together()),
-        "out": out and str(Path(out).absolute()) + "/" * out.endswith("/"),
+        "out": out and from_anywhere(out),
     }
 
 
@@ -208,7 +209,7 @@ def _copy_of(kept: PipelineRun, name: str) -> Path:
 def _plain(run: VideoRun) -> dict[str, Any]:
     """What was asked for, as JSON; what was not given is left out."""
     settings = run.settings
-    names = [f.name for f in fields(Asked)] + ["latents", "batch", *_HOW]
+    names = [f.name for f in fields(Asked)] + ["latents", "batch_size", *_HOW]
     known = {f.name for f in fields(Settings) if f.init and f.name in names}
 
     def plain(value: Any) -> Any:

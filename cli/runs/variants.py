@@ -13,7 +13,7 @@ from typing import Any
 from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, import_libraries
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import say
-from tpuport.core.files.made_folder import made_once
+from tpuport.core.files.folders import made_once
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_plugin import ModelPlugin, Published
 from tpuport.core.spec.run_settings import DEMO
@@ -39,7 +39,7 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
         raise UsageError("--weights is empty; give a folder or a hub id")
     if settings.model is not None:
         plugin = get_model(settings.model)
-        pipeline = settings.weights and _pipeline_of(settings.weights)
+        pipeline = settings.weights and _pipeline_of(settings)
         if pipeline and pipeline not in plugin.pipelines:
             raise UsageError(
                 f"--model {plugin.name} does not know the {pipeline} of "
@@ -56,7 +56,7 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
                     named = replace(settings, variant=name)
                     return resolved(named, plugin, weights=weights)
         return settings
-    pipeline = _pipeline_of(source)
+    pipeline = _pipeline_of(settings)
     known = plugin_for(pipeline)
     if known is None:
         raise UsageError(
@@ -66,12 +66,14 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
     return resolved(settings, known, weights=weights)
 
 
-def _pipeline_of(source: str | Path) -> str:
-    """The class that a folder or a hub id names."""
+def _pipeline_of(settings: Settings) -> str:
+    """The class that the weights name."""
+    assert settings.weights is not None
     import_libraries(Reporter())
     from tpuport.core.pipelines.folder import PipelineFolder
 
-    return PipelineFolder.find(source, Reporter()).class_name
+    cache = cache_folder(settings.cache_dir)
+    return PipelineFolder.find(settings.weights, Reporter(), cache).class_name
 
 
 def resolved(

@@ -40,6 +40,7 @@ from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.folders import check_folder
 from tpuport.core.files.frames import check_frames
 from tpuport.core.files.outputs import Outputs, Video, plan_outputs
+from tpuport.core.files.stores import StorePath
 from tpuport.core.files.video_file import SOUNDING, VideoWriter, check_length
 from tpuport.core.mesh.device_mesh import PlacedMesh
 from tpuport.core.pipelines import sidecar
@@ -81,7 +82,8 @@ _FLAGS = (
 def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     """The pipeline's folder; the index alone is read."""
     assert settings.weights is not None
-    folder = PipelineFolder.find(settings.weights, reporter)
+    cache = cache_folder(settings.cache_dir)
+    folder = PipelineFolder.find(settings.weights, reporter, cache)
     plugin = plugin_for(folder.class_name)
     if plugin is not None and (given := media_of(settings)):
         folder = folder.taking(plugin, given, reporter)
@@ -166,6 +168,7 @@ class VideoRun(PipelineCall):
             again: what a replay makes again.
             partly: some components are not called, and their weights may be missing.
         """
+        settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
         _check_files(settings, folder, again)
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
@@ -193,7 +196,6 @@ class VideoRun(PipelineCall):
             call.folder = folder.fetched(reporter)
             call.folder.check_components(weights=not partly)
         call.match_loras()
-        call.settle(cache_dir=cache_folder(settings.cache_dir))
         call.settle_batch(placed)
         call.check_host_memory()
         if not partly and again is None:
@@ -234,7 +236,7 @@ class VideoRun(PipelineCall):
     def together(self) -> list[range]:
         """The numbers of the videos of each call."""
         count = len(self.videos())
-        each = self.settings.batch or 1
+        each = self.settings.batch_size or 1
         return [range(n, min(n + each, count)) for n in range(0, count, each)]
 
     def outputs(self, name: str) -> Outputs:
@@ -271,6 +273,8 @@ class VideoRun(PipelineCall):
         if self.settings.preview and until != StageName.ENCODE:
             assert kept is not None
             place = outputs.paths[0] if outputs else kept.path / "denoise"
+            if isinstance(place, StorePath):
+                place = kept.path / place.name
             self.preview = preview_file(place)
         self.reporter.say(self._in_words())
         if until is not None and kept is not None and kept.finished(until):
@@ -453,7 +457,7 @@ class VideoRun(PipelineCall):
         if len(made.frames) < len(numbers):
             raise UsageError(
                 f"{self.folder.class_name} made {plural(len(made.frames), 'video')} of "
-                f"{len(numbers)} prompts: leave --batch out"
+                f"{len(numbers)} prompts: leave --batch-size out"
             )
         asked, found = self.settings.num_frames, len(made.frames[0])
         if asked is not None and asked != found and numbers[0] == 0:

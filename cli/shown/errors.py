@@ -17,7 +17,7 @@ import typer
 
 from tpuport.cli.shown.signals import ended_by, in_words, leave
 from tpuport.core.files.atomic import cannot_write, no_room
-from tpuport.errors import LINE, TpuportError, in_one_line, quoted
+from tpuport.errors import LINE, StoreError, TpuportError, in_one_line, quoted
 
 #: How jaxlib's errors begin where a device or its memory was at fault.
 _OF_A_DEVICE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED", "DATA_LOSS")
@@ -96,10 +96,11 @@ def explain(error: BaseException, *, debug: bool) -> int:
 def may_pass(error: BaseException) -> bool:
     """Whether the same run can succeed when it is tried again.
 
-    A signal, a full disk, a lost device and memory that others have taken can pass. Any
-    other error will come again. (The hub is asked before a run has a stage to keep.)
+    A signal, a full disk, a lost device or store and memory that others have taken can
+    pass. Any other error will come again. (The hub is asked before a run has a stage to
+    keep.)
     """
-    if ended_by(error) is not None or isinstance(error, MemoryError):
+    if ended_by(error) is not None or isinstance(error, MemoryError | StoreError):
         return True
     if no_room(error):
         return True

@@ -14,11 +14,13 @@ from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import (
     atomic_write_json,
     cannot_write,
+    json_bytes,
     missing,
     remove_empty,
 )
 from tpuport.core.files.folders import check_folder
 from tpuport.core.files.outputs import check_no_input
+from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.core.reports import RunReport, memory_sources, memory_table
 from tpuport.errors import UsageError
 
@@ -33,18 +35,29 @@ def say(text: str) -> None:
 _BEGINNING = b'{\n  "command": "'
 
 
-def _is_report(file: Path) -> bool:
+def _is_report(file: AnyPath) -> bool:
     """Whether a file is empty or a document of a command, which another may replace."""
+    if isinstance(file, StorePath):
+        return file.read_bytes()[: len(_BEGINNING)] in (b"", _BEGINNING)
     with file.open("rb") as opened:
         return opened.read(len(_BEGINNING)) in (b"", _BEGINNING)
 
 
-def check_report(file: Path, inputs: Sequence[Path]) -> None:
+def check_report(file: AnyPath, inputs: Sequence[Path]) -> None:
     """Refuse a file for --report that cannot be written; creates nothing.
 
     Args:
         inputs: the files that the command reads.
     """
+    if isinstance(file, StorePath):
+        if not file.name:
+            raise UsageError(f"--report {file}: is a bucket; name a file")
+        file.parent.check_writable()
+        if file.exists() and not _is_report(file):
+            raise UsageError(
+                f"--report {file}: is there, and no report; name another file"
+            )
+        return
     if file.is_dir():
         raise UsageError(f"--report {file}: is a folder; name a file")
     check_folder("--report", file.parent)
@@ -58,7 +71,7 @@ def give_out(
     *,
     as_json: bool,
     text: Iterable[str] = (),
-    report: Path | None = None,
+    report: AnyPath | None = None,
 ) -> None:
     """What a command has found, on stdout: its one JSON document, or lines of text.
 
@@ -70,7 +83,10 @@ def give_out(
     else:
         for line in text:
             print(line)
-    if report is not None:
+    if isinstance(report, StorePath):
+        report.write_bytes(json_bytes(report, document))
+        say(f"wrote {report}")
+    elif report is not None:
         new = missing(report.parent)
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
@@ -85,10 +101,10 @@ def give_out(
 def show_results(
     document: Any,
     report: RunReport,
-    written: Iterable[Path],
+    written: Iterable[AnyPath],
     *,
     as_json: bool,
-    file: Path | None,
+    file: AnyPath | None,
 ) -> None:
     """The end of a run: the summary, its document, the files that were written.
 

@@ -20,7 +20,7 @@ from tests.processes import Once
 def _as_before() -> Iterator[None]:
     """A command sets environment variables and log levels for its process."""
     environment = dict(os.environ)
-    names = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg")
+    names = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg", "gcsfs")
     levels = {name: logging.getLogger(name).level for name in names}
     yield
     os.environ.clear()

@@ -91,12 +91,20 @@ def test_a_flag_says_what_it_means(args: tuple[str, ...], meant: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--image", "--video", "--latents", "--weights", "--config", "--run-dir"]
+    "flag", ["--image", "--video", "--latents", "--config", "--run-dir"]
 )
 def test_an_address_is_refused_by_every_flag(flag: str) -> None:
     for address in ("HTTP://a.b/c", "s3://b/c", "data:image/png;base64,A"):
         said = refused(flag, address)
         assert said.startswith(f"{flag}: '{address}' is an address; download it")
+
+
+@pytest.mark.parametrize("flag", ["--weights", "--executables", "--report"])
+def test_a_store_is_named_by_a_known_scheme(flag: str) -> None:
+    found = getattr(parse(flag, "s3://b/c/"), flag.removeprefix("--"))
+    assert str(found) == "s3://b/c"
+    said = refused(flag, "foo://b/c")
+    assert "'foo://b/c' is no address of a known store; gs:// and s3://" in said
 
 
 def test_a_prompt_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:

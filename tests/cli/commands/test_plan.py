@@ -323,7 +323,7 @@ def test_slices_are_compared_by_a_line_each(
     assert ran.json["fastest"] is None
     assert ran.json["stages"] == ["denoise"]
     assert ran.json["slices"][0]["seconds_per_video"] == 50.0
-    ran = cli("plan", *asked, "--batch", "2", "--json")
+    ran = cli("plan", *asked, "--batch-size", "2", "--json")
     assert ran.json["slices"][0]["seconds_per_video"] == 25.0
 
 

@@ -84,7 +84,7 @@ def test_videos_are_made_together_where_rows_are_split(
         assert np.abs(np.subtract(*frames)).max() <= 1
     again = cli.good("replay", ran.json["videos"][1]["path"], "--out", "again.gif")
     assert "the same frames as " in again.last
-    cli.good("encode", *asked, "--batch", "2", "--run-dir", "run")
+    cli.good("encode", *asked, "--batch-size", "2", "--run-dir", "run")
     cli.good("denoise", "--run-dir", "run")
     staged = cli.good("decode", "--run-dir", "run", "--out", "staged/", "--json").json
     assert len(staged["videos"]) == 3

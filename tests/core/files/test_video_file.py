@@ -20,6 +20,7 @@ from tests.core.files.videos import kind_of, read_back, sound_of, write_video
 from tpuport.core.files.encoders import encode
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
+from tpuport.core.files.stores import StorePath
 from tpuport.core.files.video_file import (
     LONGEST,
     VideoKind,
@@ -74,9 +75,14 @@ def test_an_unknown_suffix_is_refused_with_the_known_ones(name: str) -> None:
     assert str(info.value).startswith(f"{name}: ")
 
 
-def test_no_video_goes_to_an_address() -> None:
-    with pytest.raises(UsageError, match="'s3://bucket/fox' is an address"):
-        output_of("s3://bucket/fox")
+def test_a_video_goes_to_a_store_and_no_other_address() -> None:
+    video = StorePath("s3", "bucket/fox")
+    assert output_of("s3://bucket/fox") == (video.with_name("fox.mp4"), "mp4")
+    assert output_of("s3://bucket/fox/") == (video, "png")
+    with pytest.raises(OutputError, match="names no video"):
+        output_of("s3://bucket")
+    with pytest.raises(UsageError, match="'https://a/fox' is no address of a known st"):
+        output_of("https://a/fox")
 
 
 @pytest.mark.parametrize("name", ["", "-", ".", "..", "/", "a/.."])

@@ -187,12 +187,16 @@ def atomic_write_json(path: Path, data: Any) -> None:
         UsageError: ``data`` is not JSON (NaN and infinity are not).
         WriteError: the file cannot be written.
     """
+    atomic_write_bytes(path, json_bytes(path, data))
+
+
+def json_bytes(path: object, data: Any) -> bytes:
+    """``data`` as indented JSON, for ``path``; raises as :func:`atomic_write_json`."""
     try:
         text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
-        encoded = text.encode()
+        return text.encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be written as JSON: {error}") from error
-    atomic_write_bytes(path, encoded + b"\n")
 
 
 def no_room(error: BaseException) -> bool:
@@ -202,7 +206,7 @@ def no_room(error: BaseException) -> bool:
     )
 
 
-def cannot_write(path: Path, error: BaseException) -> WriteError:
+def cannot_write(path: object, error: BaseException) -> WriteError:
     """The error for a file that could not be written, in one line."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     if no_room(error):

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpuport.core.files.atomic import cannot_write, flush, replacing
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
+from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.core.files.video_file import (
     VideoKind,
     VideoWriter,
@@ -26,8 +27,8 @@ from tpuport.errors import OutputError
 class Video:
     """A video that was written, and the JSON beside it."""
 
-    path: Path
-    sidecar: Path
+    path: AnyPath
+    sidecar: AnyPath
     data: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,13 +59,14 @@ class Outputs:
 
     asked: str
     kind: VideoKind
-    wanted: tuple[Path, ...]
-    paths: tuple[Path, ...]
+    wanted: tuple[AnyPath, ...]
+    paths: tuple[AnyPath, ...]
     overwrite: bool
 
     def remarks(self) -> list[str]:
         """A line for each video that will not have the name asked for."""
-        why = "which is kept" if self.kind == "png" else "--overwrite replaces it"
+        kept = self.kind == "png" and isinstance(self.wanted[0], Path)
+        why = "which is kept" if kept else "--overwrite replaces it"
         return [
             f"{wanted} is there ({why}): the video goes to {path}"
             for wanted, path in zip(self.wanted, self.paths, strict=True)
@@ -123,6 +125,13 @@ class Outputs:
         output = {"file": path.name, "kind": kind, "sha256": sha256, "bytes": size}
         data = describe(output)
         sidecar = sidecar_path(path)
+        if isinstance(sidecar, StorePath):
+            if replace:
+                sidecar.remove()
+            # Interrupted from here on, the video has its own sidecar or none.
+            writer.publish(path, replace=replace)
+            sidecar.write_bytes(sidecar_bytes(data))
+            return Video(path=path, sidecar=sidecar, data=data)
         try:
             with replacing(sidecar) as temporary:
                 temporary.write_bytes(sidecar_bytes(data))
@@ -144,7 +153,7 @@ def plan_outputs(
     *,
     inputs: Sequence[Path] = (),
     overwrite: bool = False,
-    report: Path | None = None,
+    report: AnyPath | None = None,
 ) -> Outputs:
     """Where ``count`` videos go; creates nothing.
 
@@ -155,6 +164,7 @@ def plan_outputs(
 
     Raises:
         OutputError: the type is unknown, a place cannot be written, or is an input.
+        StoreError: a store cannot be written.
     """
     path, kind = output_of(out)
     wanted = numbered(path, kind, count)
@@ -175,12 +185,14 @@ def plan_outputs(
     )
 
 
-def check_no_input(path: Path, inputs: Sequence[Path], flag: str) -> None:
+def check_no_input(path: AnyPath, inputs: Sequence[Path], flag: str) -> None:
     """Refuse an output that is an input, holds one, or is there in the folder of one.
 
     Raises:
         OutputError: it is; with the input.
     """
+    if isinstance(path, StorePath):
+        return  # inputs are files of this machine
     for one in inputs:
         inside = path.exists() and one.resolve() in path.resolve().parents
         if inside or _same(path, one, *one.resolve().parents):
@@ -190,10 +202,13 @@ def check_no_input(path: Path, inputs: Sequence[Path], flag: str) -> None:
             )
 
 
-def _same(path: Path, *others: Path) -> bool:
+def _same(path: AnyPath, *others: AnyPath) -> bool:
     """Whether a path is one of some others, also by another name."""
+    if isinstance(path, StorePath):
+        return path in others
     return any(
         path.resolve() == other.resolve()
         or (path.exists() and other.exists() and path.samefile(other))
         for other in others
+        if isinstance(other, Path)
     )

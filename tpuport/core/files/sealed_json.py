@@ -11,11 +11,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tpuport.core.files.atomic import atomic_write_bytes
+from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.core.files.typed import read_json
 from tpuport.errors import ArtifactError, MissingArtifactError
+
+P = TypeVar("P", Path, StorePath, AnyPath)
 
 #: Raised when the meaning of a field of any of them changes.
 SCHEMA_VERSION = 2
@@ -96,7 +99,7 @@ def show(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def sidecar_path(video: Path) -> Path:
+def sidecar_path(video: P) -> P:
     """Where the JSON beside a video lies: ``a.mp4`` -> ``a.mp4.json``.
 
     A folder of frames ``a`` gives ``a.png.json``, so that no name gives ``run.json``.

@@ -8,6 +8,7 @@ which alone is exact. All appear under their name only when they are complete.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ from tpuport.core.files.encoders import add_sound, encode
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
-from tpuport.core.files.sources import here
+from tpuport.core.files.stores import AnyPath, StorePath, place
 from tpuport.errors import ArtifactError, OutputError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ SOUNDING: tuple[VideoKind, ...] = ("mp4", "webm")
 # --- where it goes
 
 
-def output_of(out: str | Path) -> tuple[Path, VideoKind]:
+def output_of(out: str | Path) -> tuple[AnyPath, VideoKind]:
     """The place and the kind of video that ``out`` asks for.
 
     ``.mp4``, ``.gif`` and ``.webm`` are files, a name without suffix is an mp4, and a
@@ -56,9 +57,9 @@ def output_of(out: str | Path) -> tuple[Path, VideoKind]:
 
     Raises:
         OutputError: no name, or another suffix; the message lists the known ones.
-        UsageError: an address.
+        UsageError: an address of no known store.
     """
-    text, path = here(str(out)), Path(out).expanduser()
+    text, path = str(out), place(str(out))
     if path.name in ("", "-", ".."):
         raise OutputError(
             f"{text!r} names no video; give a file such as fox.mp4, or a folder for "
@@ -67,7 +68,7 @@ def output_of(out: str | Path) -> tuple[Path, VideoKind]:
     if text.endswith("/"):
         return path, "png"
     suffix = path.suffix.lower().removeprefix(".")
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if isinstance(path, Path) and _is_device(path):
         raise OutputError(f"{text}: is a device or a pipe; a video needs a file")
     if not suffix:
         return path.with_name(f"{path.name}.mp4"), "mp4"
@@ -80,7 +81,11 @@ def output_of(out: str | Path) -> tuple[Path, VideoKind]:
     )
 
 
-def numbered(path: Path, kind: VideoKind, count: int) -> list[Path]:
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def numbered(path: AnyPath, kind: VideoKind, count: int) -> list[AnyPath]:
     """Where ``count`` videos go.
 
     One video goes to ``path`` itself. Several go to ``stem-000.mp4``, ``stem-001.mp4``
@@ -95,16 +100,20 @@ def numbered(path: Path, kind: VideoKind, count: int) -> list[Path]:
     return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in numbers]
 
 
-def check_output(path: Path, kind: VideoKind) -> None:
+def check_output(path: AnyPath, kind: VideoKind) -> None:
     """Check, before the long work, that a video can be written to ``path``.
 
     Nothing is created: a nameless temporary file tells whether the folder, or the
-    nearest one above it that exists, can be written.
+    nearest one above it that exists, can be written. Into a store an empty object is
+    put, and removed.
 
     Raises:
         OutputError: a file is asked for where a folder is or a folder where a file is,
             or the folder cannot be written.
+        StoreError: the store cannot be written.
     """
+    if isinstance(path, StorePath):
+        return path.parent.check_writable()
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -136,7 +145,7 @@ def check_output(path: Path, kind: VideoKind) -> None:
         ) from error
 
 
-def check_length(path: Path, kind: VideoKind, frames: int, fps: float) -> None:
+def check_length(path: AnyPath, kind: VideoKind, frames: int, fps: float) -> None:
     """Check that a video is not longer than its kind can hold.
 
     Raises:
@@ -151,22 +160,33 @@ def check_length(path: Path, kind: VideoKind, frames: int, fps: float) -> None:
         )
 
 
-def free_output(path: Path, kind: VideoKind, *, overwrite: bool) -> Path:
+def free_output(path: AnyPath, kind: VideoKind, *, overwrite: bool) -> AnyPath:
     """``path``, or the first of ``stem-2``, ``stem-3`` that a video may take.
 
     A file or a sidecar that is there is taken only to ``overwrite`` it. A folder is
-    taken when it is empty, or holds the frames of an earlier run and nothing else.
+    taken when it is empty, or holds the frames of an earlier run and nothing else; in
+    a store, frames are taken only to ``overwrite`` them.
     """
     free, number = path, 1
-    while not (
-        _may_hold_frames(free)
-        if kind == "png"
-        else (overwrite and number == 1)
-        or not any(os.path.lexists(file) for file in (free, sidecar_path(free)))
-    ):
+    while not _free(free, kind, overwrite and number == 1):
         number += 1
         free = path.with_name(f"{path.stem}-{number}{path.suffix}")
     return free
+
+
+def _free(path: AnyPath, kind: VideoKind, overwrite: bool) -> bool:
+    sidecar = sidecar_path(path)
+    if isinstance(path, StorePath) and kind == "png":
+        if overwrite:
+            return all(fnmatch.fnmatch(name, _FRAME_GLOB) for name in path.files())
+        return not path.files() and not sidecar.exists()
+    if isinstance(path, Path) and kind == "png":
+        return _may_hold_frames(path)
+    return overwrite or not any(map(_there, (path, sidecar)))
+
+
+def _there(path: AnyPath) -> bool:
+    return os.path.lexists(path) if isinstance(path, Path) else path.exists()
 
 
 def _may_hold_frames(folder: Path) -> bool:
@@ -201,7 +221,8 @@ class VideoWriter:
     - png: ``frame-00000.png`` and so on, exact.
 
     Args:
-        path: where to; missing folders are made.
+        path: where to; missing folders are made. What goes to a store is made in the
+            folder for temporary files.
         kind: of video.
         fps: frames per second, above zero.
 
@@ -210,7 +231,7 @@ class VideoWriter:
             :func:`~tpuport.core.files.fingerprint.hash_output` has them.
     """
 
-    def __init__(self, path: Path, kind: VideoKind, fps: float) -> None:
+    def __init__(self, path: AnyPath, kind: VideoKind, fps: float) -> None:
         self.path = path
         self.kind = kind
         self.fps = fps
@@ -233,9 +254,13 @@ class VideoWriter:
         """
         png = self.kind == "png"
         try:
-            self._new = missing(self.path.parent)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            made = temporary_beside(self.path, "" if png else f".{self.kind}")
+            if isinstance(self.path, StorePath):
+                beside = Path(tempfile.gettempdir(), self.path.name)
+            else:
+                beside = self.path
+                self._new = missing(beside.parent)
+                beside.parent.mkdir(parents=True, exist_ok=True)
+            made = temporary_beside(beside, "" if png else f".{self.kind}")
             self._made = made
             if png:
                 made.mkdir()
@@ -248,7 +273,7 @@ class VideoWriter:
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
-    def publish(self, path: Path, *, replace: bool) -> None:
+    def publish(self, path: AnyPath, *, replace: bool) -> None:
         """Give the video, which is finished, a name.
 
         Args:
@@ -257,7 +282,10 @@ class VideoWriter:
         Raises:
             FileExistsError: there is one, and it may not be replaced.
             OutputError: it cannot be done; what was there before still is.
+            StoreError: it cannot be put into the store.
         """
+        if isinstance(path, StorePath):
+            return self._upload(path, replace=replace)
         made, self._made = self._made, None
         assert made is not None
         earlier = temporary_beside(path)
@@ -279,6 +307,18 @@ class VideoWriter:
             if isinstance(error, OSError) and not isinstance(error, FileExistsError):
                 raise cannot_write(path, error) from error
             raise
+
+    def _upload(self, path: StorePath, *, replace: bool) -> None:
+        """Put the video, object by object; :meth:`discard` removes what was made."""
+        assert self._made is not None
+        if self.kind != "png":
+            path.put(self._made, replace=replace)
+            return
+        new = {file.name: file for file in sorted(self._made.iterdir())}
+        for name in path.files().keys() - new.keys():
+            (path / name).remove()
+        for name, file in new.items():
+            (path / name).put(file)
 
     def discard(self) -> None:
         """Let go of what was not published, and of what a published video replaced.

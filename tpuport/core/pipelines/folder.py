@@ -74,6 +74,7 @@ class PipelineFolder:
             empty for the checkpoint's own.
         scheduler_options: in place of values of that config.
         loras: fused into the weights as they are loaded.
+        cache: the cache folder, for what is fetched from a store.
     """
 
     folder: Path
@@ -85,24 +86,31 @@ class PipelineFolder:
     scheduler: str = ""
     scheduler_options: Mapping[str, Any] = field(default_factory=dict)
     loras: tuple[Lora, ...] = field(default=(), compare=False)
+    cache: Path | None = None
 
     @classmethod
-    def find(cls, weights: str | Path, reporter: Reporter) -> PipelineFolder:
-        """The folder that ``weights`` names, or that a hub id is fetched to.
+    def find(
+        cls, weights: str | Path, reporter: Reporter, cache: Path | None = None
+    ) -> PipelineFolder:
+        """The folder that ``weights`` names, or that is fetched to.
 
-        Of a hub id the index alone is fetched; :meth:`load` fetches the rest. Nothing
-        but the index is read.
+        Of a hub id or an address the index alone is fetched; :meth:`load` fetches the
+        rest. Nothing but the index is read.
+
+        Args:
+            cache: the cache folder, for what is fetched from a store.
 
         Raises:
             MissingWeightsError: there is no such folder.
             HubError: the hub cannot be reached, or has no such pipeline.
+            StoreError: the store cannot be read, or has no such folder.
             WeightsError: there is no index, or it is no JSON object.
         """
         folder = local_folder(weights)
         if folder is None:
-            folder = fetch(str(weights), INDEXES, reporter)
+            folder = fetch(str(weights), INDEXES, reporter, cache=cache)
         checkpoint = Checkpoint(folder, str(weights))
-        return cls(folder, str(weights), checkpoint.index, checkpoint)
+        return cls(folder, str(weights), checkpoint.index, checkpoint, cache=cache)
 
     def taking(
         self, plugin: ModelPlugin, given: Media, reporter: Reporter
@@ -137,7 +145,7 @@ class PipelineFolder:
         names = [n for n in self.index if not n.startswith("_")]
         suffixes = (".safetensors", *SMALL_FILES) if weights else SMALL_FILES
         wanted = patterns(names, *suffixes)
-        folder = fetch(self.reference, wanted, reporter)
+        folder = fetch(self.reference, wanted, reporter, cache=self.cache)
         return replace(
             self, folder=folder, checkpoint=Checkpoint(folder, self.reference)
         )

@@ -23,7 +23,7 @@ from tpuport.core.enums import (
     WeightsOn,
     Word,
 )
-from tpuport.core.files import sources
+from tpuport.core.files import sources, stores
 from tpuport.core.files.run_record import CheckpointEvery
 from tpuport.core.files.typed import read_text
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -67,9 +67,20 @@ def path(value: Any) -> Path:
     return Path(sources.here(value)).expanduser()
 
 
+def any_path(value: Any) -> stores.AnyPath:
+    """A file or a folder, here or in a store."""
+    if isinstance(value, stores.StorePath):
+        return value
+    found = stores.place(value) if isinstance(value, str) else None
+    return found if isinstance(found, stores.StorePath) else path(value)
+
+
 def weights(value: Any) -> str | Path:
-    """A hub id or a folder."""
-    return value if isinstance(value, Path) else sources.here(text(value))
+    """A hub id, a folder, or the address of a folder in a store."""
+    if isinstance(value, Path):
+        return value
+    found = stores.place(text(value))
+    return str(found) if isinstance(found, stores.StorePath) else sources.here(value)
 
 
 def media(value: Any) -> str:

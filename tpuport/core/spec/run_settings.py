@@ -22,6 +22,7 @@ from tpuport.core.enums import (
     Tiling,
     WeightsOn,
 )
+from tpuport.core.files.stores import AnyPath
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
@@ -381,8 +382,8 @@ class RunSettings:
         becomes=lambda off: {"compile_cache": not off},
         commands="GENDRB",
     )
-    executables: Path | None = file(
-        kinds.path,
+    executables: AnyPath | None = file(
+        kinds.any_path,
         "--executables FOLDER",
         "Run the programs that `tpuport compile` made.",
         commands="GENDB",

@@ -18,6 +18,7 @@ from typing import Any
 
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.sealed_json import canonical
+from tpuport.core.files.stores import StorePath, place
 from tpuport.core.files.typed import read_json
 from tpuport.core.weights.configs import check_config
 from tpuport.errors import MissingWeightsError, WeightsError, damaged
@@ -274,13 +275,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def local_folder(weights: str | Path) -> Path | None:
-    """The folder that ``weights`` names; ``None`` for a hub id.
+    """The folder that ``weights`` names; ``None`` for a hub id or a store's address.
 
     Raises:
         MissingWeightsError: there is no such folder, and it cannot be a hub id.
     """
     text = str(weights)
-    folder = Path(text).expanduser()
+    folder = place(text)
+    if isinstance(folder, StorePath):
+        return None
     if folder.is_dir():
         return folder
     if folder.exists():

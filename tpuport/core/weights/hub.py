@@ -1,4 +1,4 @@
-"""Files from the hub, with progress for people."""
+"""Files from the hub or from a store, with progress for people."""
 
 from __future__ import annotations
 
@@ -9,31 +9,43 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.stores import StorePath, fetched, place
 from tpuport.core.reports import Reporter
 from tpuport.errors import HubError
 
 
 def fetch(
-    repo_id: str, patterns: Sequence[str], reporter: Reporter, flag: str = "--weights"
+    repo_id: str,
+    patterns: Sequence[str],
+    reporter: Reporter,
+    flag: str = "--weights",
+    cache: Path | None = None,
 ) -> Path:
     """The files of a hub id whose names match ``patterns``, as a folder.
 
     Args:
+        repo_id: or the address of a folder in a store.
         reporter: told of the files and the bytes that have come.
         flag: that takes a folder of this machine in place of the hub id.
+        cache: the cache folder, for what comes from a store.
 
     Raises:
         HubError: the hub cannot be reached or has no such checkpoint.
+        StoreError: the store cannot be read, or has no such folder.
     """
+    folder = place(repo_id)
+    if isinstance(folder, StorePath):
+        assert cache is not None
+        return fetched(folder, patterns, cache, reporter)
     from huggingface_hub import snapshot_download
 
     with _explained(repo_id, flag), reporter.timed(f"downloading {repo_id}"):
-        folder = snapshot_download(
+        downloaded = snapshot_download(
             repo_id,
             allow_patterns=list(patterns),
             tqdm_class=_bars(repo_id, reporter),
         )
-    return Path(folder)
+    return Path(downloaded)
 
 
 def file_names(repo_id: str, flag: str) -> list[str]:

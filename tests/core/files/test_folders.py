@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from tpuport.core.files.made_folder import made_once
+from tpuport.core.files.folders import made_once
 from tpuport.errors import WeightsError
 
 
