@@ -77,7 +77,8 @@ def batch(
                 with _replicas(*given) as (display, those, count):
                     made.run(those, display)
         except BaseException as error:
-            error.add_note(f"{made.told()}. Go on with the same command")
+            if not isinstance(error, UsageError):
+                error.add_note(f"{made.told()}. Go on with the same command")
             raise
         document = made.document(started, count)
     give_out(document, as_json=settings.json, report=settings.report)
