@@ -19,6 +19,7 @@ from tpuport.cli.batches.local import Replicas, this_process
 from tpuport.cli.batches.ray_replicas import check_slice, ray_replicas
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import check_report, give_out, say
+from tpuport.core.files.typed import read_text
 from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import kinds
@@ -68,6 +69,7 @@ def batch(
     for name, value in (("replicas", replicas), ("topology", topology)):
         if ray is None and value is not None:
             raise UsageError(f"--{name} goes with --ray only")
+    read_text(file, "file of requests")  # refused before there is a folder
     below = replace(settings, report=None, read_from=(*settings.read_from, file))
     with folder.held():
         made, count = Batch.read(file, folder, below), 0

@@ -100,7 +100,7 @@ def test_what_is_wrong_with_the_command_is_one_line(cli: Cli, folder: Path) -> N
     )
     many = ("--ray", "local", "--topology", "v6e-16")
     cli.refused("has at least 2 hosts", "batch", file, "--out", "o", *many)
-    cli.refused("cannot be read", "batch", "none.jsonl", "--out", "o")
+    cli.refused("does not exist", "batch", "none.jsonl", "--out", "o")
     Path("mine").mkdir()
     Path("mine/letter.txt").touch()
     cli.refused("is of no batch", "batch", file, "--out", "mine")
