@@ -1,7 +1,7 @@
 """The command line: `tpuport ...`.
 
 Here itself only the app that lists the commands.
-Order of the rooms, lowest first: shown, asked, runs, commands.
+Order of the rooms, lowest first: shown, asked, runs, batches, commands.
 To refuse is to raise a TpuportError, which `shown.errors` tells in one line. "Raises"
 says which one only where a caller acts on it.
 """

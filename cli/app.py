@@ -10,6 +10,7 @@ import typer
 
 import tpuport
 from tpuport.cli.asked.parsing import Command, Group
+from tpuport.cli.commands.batch import batch
 from tpuport.cli.commands.bench import bench
 from tpuport.cli.commands.check import check_, new_model, scan_
 from tpuport.cli.commands.compile import compile_
@@ -37,6 +38,7 @@ app.command("denoise", cls=Command)(denoise)
 app.command("decode", cls=Command)(decode)
 app.command("resume", cls=Command)(resume)
 app.command("replay", cls=Command)(replay)
+app.command("batch", cls=Command)(batch)
 runs_app = typer.Typer(cls=Group, invoke_without_command=True)
 runs_app.callback()(runs)
 runs_app.command("clean", cls=Command)(clean)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from tpuport.core.spec.run_settings import (
     WHERE,
     Asked,
     RunSettings,
+    Setting,
+    defaults_of,
     python_only,
     read_value,
     setting,
@@ -162,6 +164,8 @@ class Settings(RunSettings, Asked):
 TABLE = settings_of(Settings)
 #: Spelling in YAML -> the key.
 _SPELLINGS = {name: s.key for s in TABLE.values() for name in s.keys}
+#: Settings of a whole batch, which none of its lines may have.
+_OF_THE_COMMAND = ("json", "debug", "report", "cache_dir", "overwrite")
 #: Settings of one source that exclude each other.
 _EITHER = (
     *(("size", "height"), ("size", "width"), ("image", "video")),
@@ -214,22 +218,60 @@ def gather(context: typer.Context, command: str) -> Settings:
     read = _read_yaml(config, _own_options(context)) if config else {}
     shared = {name: value for name, value in read.items() if name in _SPELLINGS}
     in_file = _checked(shared, f"{config}: ", command)
-    # A flag replaces what the file says about the same thing in other words.
-    for flag, other in (("image", "video"), ("video", "image")):
-        if flag in given:
-            in_file.pop(other, None)
-    if "image" in given:
-        in_file.pop("strength", None)
-    by_size = ("height", "width"), ("resolution", "aspect_ratio")
-    for names, others in (by_size, by_size[::-1]):
-        if given.keys() & set(names):
-            in_file = {k: v for k, v in in_file.items() if k not in others}
+    replaced = _replaced(given)
+    in_file = {name: v for name, v in in_file.items() if name not in replaced}
     named = (config, flags.get("prompt_file"), read.get("prompt_file"))
     return Settings(
         **{**_checked(environment, "", command), **in_file, **given},
         read_from=tuple(Path(file).expanduser() for file in named if file),
         config=(config, *read) if config else (),
     )
+
+
+def _replaced(given: Mapping[str, Any]) -> set[str]:
+    """The fields that say the same as given ones in other words: a flag wins."""
+    found = {
+        other
+        for field, other in (("image", "video"), ("video", "image"))
+        if field in given
+    }
+    if "image" in given:
+        found.add("strength")
+    by_size = ("height", "width"), ("resolution", "aspect_ratio")
+    for names, others in (by_size, by_size[::-1]):
+        if given.keys() & set(names):
+            found.update(others)
+    return found
+
+
+def in_batch(setting: Setting) -> bool:
+    """Whether ``batch`` has a setting of ``generate``: not what looks into one run."""
+    alone = setting.panel == INSIDE or setting.key == "run_dir"
+    return "G" in setting.commands and not alone
+
+
+def of_line(values: Mapping[str, Any], where: str, below: Settings) -> Settings:
+    """The settings of one request of a batch.
+
+    Args:
+        values: what its line says; a key is a flag of ``generate``.
+        where: the line is, for messages.
+        below: what the flags of the command say; the line wins.
+
+    Raises:
+        UsageError: a key or a value is wrong, or is not for one request.
+    """
+    used = [s.key for s in TABLE.values() if in_batch(s)]
+    named = _named(values, where, used=used)
+    for key in named:
+        if key in _OF_THE_COMMAND:
+            raise UsageError(f"{where}: {key} is for all lines; give the flag")
+        if key not in used:
+            raise UsageError(f"{where}: {key} is not for a batch; use generate")
+    given = _checked(named, f"{where}: ", "G")
+    defaults = defaults_of(Settings)
+    other = {name: defaults[name] for name in _replaced(given)}
+    return replace(below, **{**other, **given})
 
 
 def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, Any]:
@@ -271,20 +313,29 @@ def _read_yaml(
 
     ``own`` are names beside the table's; ``used`` are offered where one is unknown.
     """
+    return _named(_load_mapping(file), f"config file {file}", own, used)
+
+
+def _named(
+    given: Mapping[Any, Any],
+    where: str,
+    own: Sequence[str] = (),
+    used: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What is given, by the name of the flag; see :func:`_read_yaml`."""
     values: dict[str, Any] = {}
     spelt: dict[str, Any] = {}
-    for key, value in _load_mapping(file).items():
+    for key, value in given.items():
         name = str(key).replace("-", "_")
         name = _SPELLINGS.get(name, name)
         if name not in _SPELLINGS and name not in own:
             hint = _closest(key, [n for n in used if n not in ("config", "help")])
-            raise UsageError(f"config file {file}: unknown key {quoted(key)}{hint}")
+            raise UsageError(f"{where}: unknown key {quoted(key)}{hint}")
         if value is None:
             continue
         if name in values:
             raise UsageError(
-                f"config file {file}: {spelt[name]} and {key} are the same setting; "
-                "keep one"
+                f"{where}: {spelt[name]} and {key} are the same setting; keep one"
             )
         values[name], spelt[name] = value, key
     return values

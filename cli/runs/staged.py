@@ -48,7 +48,7 @@ def begin_run(
     folder = find(settings, reporter)
     run = VideoRun.prepared(settings, folder, reporter, partly=until is not None)
     outputs = None if until else run.outputs(f"{_short_name(run)}{_seed(run)}.mp4")
-    with _begun(run, outputs.asked if outputs else "") as kept:
+    with begun(run, outputs.asked if outputs else "") as kept:
         videos, report = run.make(outputs, started, kept, until)
     _show(command, run, report, videos)
 
@@ -76,7 +76,7 @@ def go_on_with_run(
 
 
 @contextlib.contextmanager
-def _begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
+def begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
     """The folder of a run: --run-dir, or one in the cache that goes with the run.
 
     The same command finds the same folder, and goes on.

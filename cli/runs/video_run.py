@@ -134,6 +134,7 @@ class VideoRun(PipelineCall):
         kept: the run's folder; ``None`` to keep nothing.
         until: the stage to end with.
         preview: a file for frames while steps run; ``None`` for none.
+        request: the digest of a request of a batch; empty for none.
     """
 
     placed: PlacedMesh
@@ -151,6 +152,7 @@ class VideoRun(PipelineCall):
     kept: PipelineRun | None = None
     until: StageName | None = None
     preview: Path | None = None
+    request: str = ""
 
     @classmethod
     def prepared(
@@ -288,6 +290,13 @@ class VideoRun(PipelineCall):
         late = until is not None or bool(kept and kept.begun)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.opened(late=late))
+            return self.make_open(outputs, started)
+
+    def make_open(
+        self, outputs: Outputs | None, started: float
+    ) -> tuple[list[Video], RunReport]:
+        """:meth:`make` while the pipeline is open."""
+        with contextlib.ExitStack() as stack:
             writers: list[VideoWriter] = []
             if outputs is not None:
                 writers = stack.enter_context(outputs.writers(self.fps))
@@ -502,6 +511,7 @@ class VideoRun(PipelineCall):
             },
             "video": number - call[0],
             "noise": call[0] + (self.again.noise if self.again else 0),
+            **({"batch": self.request} if self.request else {}),
             "inputs": dict(self.inputs),
             "how": self.how,
             "versions": versions(),

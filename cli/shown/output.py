@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,26 @@ from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.core.reports import RunReport, memory_sources, memory_table
 from tpuport.errors import UsageError
 
+#: Takes the place of :func:`say` while many runs are made.
+_teller: Callable[[str], None] | None = None
+
+
+@contextlib.contextmanager
+def told(tell: Callable[[str], None]) -> Iterator[None]:
+    """Give ``tell`` the lines for people while the block lasts."""
+    global _teller
+    before, _teller = _teller, tell
+    try:
+        yield
+    finally:
+        _teller = before
+
 
 def say(text: str) -> None:
     """A line for people, on stderr; without one, or a reader, for nobody."""
+    if _teller is not None:
+        _teller(text)
+        return
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr or io.StringIO(), flush=True)
 

@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cost",),
         ("plan",),
     ),
-    "cli": (("shown",), ("asked",), ("runs",), ("commands",), (HALL,)),
+    "cli": (("shown",), ("asked",), ("runs",), ("batches",), ("commands",), (HALL,)),
 }
 #: Rooms that import less than their place allows.
 ONLY = {"cost": {HALL, "mesh", "files", "tracing", "cost"}}
@@ -310,7 +310,9 @@ def test_kernels_are_jax_only() -> None:
 #: What must start quickly: importing any of these imports no other module at its top
 #: that needs torch or jax.
 LIGHT_ROOMS = {("core", room) for room in (HALL, "mesh", "files", "spec")}
-LIGHT_ROOMS |= {("cli", room) for room in (HALL, "shown", "asked", "commands")}
+LIGHT_ROOMS |= {
+    ("cli", room) for room in (HALL, "shown", "asked", "batches", "commands")
+}
 
 
 def light() -> set[str]:

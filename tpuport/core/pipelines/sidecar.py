@@ -71,7 +71,8 @@ class Sidecar(TypedDict):
     """The JSON.
 
     ``video`` says which video of the call it is that ``request`` is of, and ``noise``
-    which of the noises of ``--latents`` the call's first was made from. ``inputs`` are
+    which of the noises of ``--latents`` the call's first was made from. ``batch`` is
+    the digest of the request, of a video that ``tpuport batch`` made. ``inputs`` are
     the digests of images and videos by their file, and ``frames_sha256`` is of the
     frames: see :func:`frames_digest`.
     """
@@ -81,6 +82,7 @@ class Sidecar(TypedDict):
     request: Request
     video: int
     noise: int
+    batch: NotRequired[str]
     inputs: dict[str, str]
     how: How
     versions: dict[str, str | None]

@@ -37,7 +37,7 @@ class _Work:
         since: when the work began; all times are of ``time.monotonic``.
         unit: of a stage, what a call is, such as ``"step"``.
         done, total: calls of a stage.
-        counted: files of a download, in words; else empty.
+        counted: files of a download, or what else is under way, in words.
         first, last: when calls number ``first_done`` and ``done`` had ended. The calls
             between are timed: the first one waits for its compile.
     """
@@ -68,7 +68,7 @@ class _Work:
         """
         if not self.done:
             return self.counted
-        text = f"{self.done}/{self.total}"
+        text = ", ".join(filter(None, (f"{self.done}/{self.total}", self.counted)))
         timed = self.done - self.first_done
         if timed > 0:
             each = (self.last - self.first) / timed
@@ -136,6 +136,10 @@ class Display(Reporter):
             del self._works[self._works.index(work) :]
             if not self._works:
                 self._line.stop(said, line)
+
+    def mind(self) -> None:
+        """End the run if a signal asked for that."""
+        self._on_event()
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -212,6 +216,11 @@ class Display(Reporter):
         self._doing("")
         if self._stage is not None:
             self._stage.advanced(done, total)
+
+    def counted(self, text: str) -> None:
+        """Say of the stage what else there is to count, in words."""
+        if self._stage is not None:
+            self._stage.counted = text
 
     def stage_finished(self, report: StageReport) -> None:
         """A stage ended: its line stays."""

@@ -54,6 +54,7 @@ COMMANDS = {
     "Y": "scan",
     "H": "check",
     "W": "new-model",
+    "Q": "batch",
 }
 
 #: The panels of a help text, in order; ``None`` has what most runs name.

@@ -1,0 +1,209 @@
+"""Gives requests to replicas until each is done or has failed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.batches.folder import RUNS, BatchFolder
+from tpuport.cli.batches.local import Ended, Replicas
+from tpuport.cli.batches.requests import Request, read_requests
+from tpuport.core.reports import plural
+from tpuport.core.run.progress import Display
+from tpuport.errors import UsageError
+
+#: Replicas that a request may lose before it is given up.
+TRIES = 3
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """The requests of a file, and what became of them.
+
+    Attributes:
+        folder: held while the batch runs.
+        before: requests whose videos were there.
+        waiting: requests by shape, in the order of the file.
+        repeated: lines that ask for the same as an earlier one.
+        made, failed: how many requests.
+    """
+
+    folder: BatchFolder
+    before: int = 0
+    waiting: dict[str, deque[Request]] = field(default_factory=dict)
+    repeated: int = 0
+    made: int = 0
+    failed: int = 0
+    _given_up: int = 0
+    _tries: Counter[str] = field(default_factory=Counter)
+    _at_work: dict[int, Request] = field(default_factory=dict)
+    _last: dict[int, Request] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path, folder: BatchFolder, below: Settings) -> Batch:
+        """The requests of a file, without what is done; bad lines are noted.
+
+        Raises:
+            UsageError: the file cannot be read, or has no request.
+        """
+        batch = cls(folder=folder)
+        errors: list[tuple[int, str | None, str]] = []
+        by_key: dict[str, Request] = {}
+        owner: dict[Path, int] = {folder.path / RUNS: 0}
+        for one in read_requests(file, folder.path, below):
+            if not isinstance(one, Request):
+                errors.append((one[0], None, one[1]))
+                continue
+            first = by_key.get(one.key)
+            if first and (first.digest, first.paths) == (one.digest, one.paths):
+                batch.repeated += 1
+                continue
+            taken = [owner[path] for path in one.paths if path in owner]
+            if first or taken:
+                line = first.line if first else taken[0]
+                what = f"id {one.key!r}" if first else f"a video of {one.key!r}"
+                whose = f"that of line {line}" if line else "a folder of the batch"
+                errors.append((one.line, one.key, f"{what} is {whose}; give another"))
+                continue
+            by_key[one.key] = one
+            owner |= dict.fromkeys(one.paths, one.line)
+        if not by_key and not errors:
+            raise UsageError(f"{file} has no requests; write a JSON object on a line")
+        batch._sort(by_key.values(), errors, overwrite=below.overwrite)
+        return batch
+
+    def _sort(
+        self,
+        requests: Any,
+        errors: list[tuple[int, str | None, str]],
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Find what is done, and note the lines with errors."""
+        done: list[dict[str, Any]] = []
+        unfinished: set[str] = set()
+        for request in requests:
+            found = self.folder.finished(request)
+            if found is not None:
+                done += found
+                self.before += 1
+                continue
+            try:
+                self.folder.clear(request, overwrite=overwrite)
+            except UsageError as error:
+                errors.append((request.line, request.key, str(error)))
+                continue
+            base = self.folder.path
+            unfinished |= {str(path.relative_to(base)) for path in request.paths}
+            run_dir = self.folder.run_dir(request)
+            own = replace(request.settings, run_dir=run_dir)
+            own = replace(request, settings=own)
+            self.waiting.setdefault(request.shape, deque()).append(own)
+        self.folder.begin(done, unfinished)
+        for line, key, why in sorted(errors, key=lambda one: one[0]):
+            self._fail(line, key, why)
+
+    @property
+    def left(self) -> int:
+        """Requests that wait."""
+        return sum(map(len, self.waiting.values()))
+
+    def run(self, replicas: Replicas, display: Display) -> None:
+        """Have every request made."""
+        total = self.before + self.left
+        if not self.left:
+            return
+        display.stage_started("batch", total, "video")
+        display.advanced("batch", self.before, total)
+        while self.left or self._at_work:
+            for number in replicas.idle():
+                request = self._next(number)
+                if request is None:
+                    break
+                self._at_work[number] = self._last[number] = request
+                replicas.begin(number, request)
+            words = f"{len(self._at_work)} running"
+            display.counted(words + f", {self.failed} failed" * bool(self.failed))
+            for ended in replicas.wait():
+                self._ended(ended, display)
+                done = self.before + self.made
+                display.advanced("batch", done, max(done, total - self._given_up))
+            display.mind()
+        display.idle()
+
+    def _next(self, replica: int) -> Request | None:
+        """A request for a replica: of the shape or the pipeline that it has, if any.
+
+        Else of the shape that most requests wait for, with the fewest replicas.
+        """
+        if not self.left:
+            return None
+        last = self._last.get(replica)
+        busy = Counter(request.shape for request in self._at_work.values())
+
+        def rank(shape: str) -> tuple[bool, bool, float]:
+            queue = self.waiting[shape]
+            same = last is not None and last.shape == shape
+            opened = last is not None and last.pipeline == queue[0].pipeline
+            return same, opened, len(queue) / (1 + busy[shape])
+
+        shape = max(self.waiting, key=rank)
+        queue = self.waiting[shape]
+        request = queue.popleft()
+        if not queue:
+            del self.waiting[shape]
+        return request
+
+    def _ended(self, ended: Ended, display: Display) -> None:
+        for remark in ended.remarks:
+            display.say(remark)
+        request = self._at_work.pop(ended.replica)
+        if ended.lost:
+            self._last.pop(ended.replica, None)
+        records = self.folder.finished(request)
+        if records is not None:
+            self.folder.done(records)
+            self.made += 1
+            return
+        self._tries[request.key] += 1
+        tries = self._tries[request.key]
+        error = ended.error or "the videos are not where they were written"
+        if ended.lost and tries < TRIES:
+            display.say(f"line {request.line}: {error}; tried again")
+            self.waiting.setdefault(request.shape, deque()).appendleft(request)
+            return
+        if ended.lost:
+            error += f"; given up after {tries} tries"
+        self._given_up += 1
+        self._fail(request.line, request.key, error, tries)
+        display.say(f"line {request.line}: {error}")
+
+    def _fail(self, line: int, key: str | None, error: str, tries: int = 1) -> None:
+        self.failed += 1
+        self.folder.failed(line, key, error, tries)
+
+    def told(self) -> str:
+        """What became of the requests, in words."""
+        text = f"{plural(self.before + self.made, 'request')} done"
+        text += f", {self.failed} failed" * bool(self.failed)
+        return text + f", {self.left} left" * bool(self.left)
+
+    def document(self, started: float, replicas: int) -> dict[str, Any]:
+        """JSON-ready, for ``--json``."""
+        return {
+            "command": "batch",
+            "out": str(self.folder.path),
+            "replicas": replicas,
+            "requests": self.before + self.made + self.failed + self.left,
+            "done": self.before + self.made,
+            "made": self.made,
+            "failed": self.failed,
+            "repeated": self.repeated,
+            "seconds": round(time.perf_counter() - started, 3),
+            "results": str(self.folder.results),
+            "errors": str(self.folder.errors) if self.failed else None,
+        }

@@ -1,0 +1,169 @@
+"""From the lines of a file to requests: settings, a key, and what makes programs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli.asked.settings import Settings, of_line
+from tpuport.core.files.atomic import one_line
+from tpuport.core.files.typed import read_text
+from tpuport.core.files.video_file import numbered, output_of
+from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
+from tpuport.errors import TpuportError, UsageError, quoted
+
+#: What decides nothing of a video: where files are, and how a run is looked at.
+_AROUND = (
+    *("cache_dir", "compile_cache", "executables", "memory_report", "profile"),
+    *("profile_calls", "no_jit"),
+)
+#: The files that a request starts from, whose content counts.
+_READ = ("image", "video", "latents")
+#: What differs between requests that run the same programs.
+_VALUES = ("prompt", "negative_prompt", "seed", "fps", "num_inference_steps", *_READ)
+#: What a pipeline is opened with.
+_OPENED = {f.name for f in fields(RunSettings)} | {"on_host", "step_cache"}
+
+_ID = re.compile(r"[A-Za-z0-9_][\w.+-]{0,99}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One line.
+
+    Attributes:
+        line: its number, from 1.
+        key: names its videos and its run directory.
+        digest: sha256 of all that decides the videos.
+        pipeline, shape: digests of what a pipeline is opened with, and of what its
+            programs are made for.
+        settings: with the place of the videos.
+    """
+
+    line: int
+    key: str
+    digest: str
+    pipeline: str
+    shape: str
+    settings: Settings
+
+    @property
+    def paths(self) -> list[Path]:
+        """The videos, each a file or a folder of PNGs."""
+        assert self.settings.out is not None
+        count = max(len(self.settings.prompt), 1) * len(self.settings.seed)
+        return numbered(*output_of(self.settings.out), count)
+
+
+def read_requests(
+    file: Path, folder: Path, below: Settings
+) -> Iterator[Request | tuple[int, str]]:
+    """The requests of a file in JSON lines, or the number of a line and its fault.
+
+    Blank lines are skipped.
+
+    Args:
+        folder: for the videos.
+        below: what the flags of the command say; a line wins.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    for number, line in enumerate(read_text(file, "file of requests").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield _request(number, line, f"{file} line {number}", folder, below)
+        except TpuportError as error:
+            yield number, one_line(error)
+
+
+def _request(
+    number: int, line: str, where: str, folder: Path, below: Settings
+) -> Request:
+    values = _object(line, where)
+    name = values.pop("id", None)
+    if name is not None and not _ID.fullmatch(str(name)):
+        raise UsageError(
+            f"{where}: id: {quoted(name)} names no file; use up to 100 letters, "
+            "digits, -, _, + and ."
+        )
+    settings = of_line(values, where, replace(below, out=None))
+    decides = _decides(settings)
+    digest = _digest(decides)
+    key = str(name) if name is not None else digest[:16]
+    out = settings.out or f"{key}.mp4"
+    if len(Path(out).parts) != 1 or Path(out).name in ("", ".", ".."):
+        raise UsageError(
+            f"{where}: out: {quoted(out)} is not in the folder of the batch; give a "
+            "name alone, such as fox.gif"
+        )
+    output_of(out)  # refuses what is no video
+    place = f"{folder / out}{'/' * out.endswith('/')}"
+    programs = {n: v for n, v in decides.items() if n not in _VALUES}
+    given = {n: True for n in _READ if n in decides}
+    return Request(
+        line=number,
+        key=key,
+        digest=digest,
+        pipeline=_digest({n: v for n, v in programs.items() if n in _OPENED}),
+        shape=_digest({**programs, **given}),
+        settings=replace(settings, out=place, overwrite=True),
+    )
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"{where}: has the key {quoted(twice)} twice; keep one")
+        return found
+
+    try:
+        values = json.loads(line, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{where} is not JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f'{where} is not a JSON object such as {{"prompt": "a fox"}}')
+    return values
+
+
+def _decides(settings: Settings) -> dict[str, Any]:
+    """All that decides the videos and is not a default, JSON-ready."""
+    defaults = defaults_of(Settings)
+    names = [f.name for kind in (Asked, RunSettings) for f in fields(kind)]
+    names += ["latents", "batch", "on_host"]
+    found: dict[str, Any] = {}
+    for name in names:
+        if name not in defaults or name in _AROUND:
+            continue
+        value = getattr(settings, name)
+        if value != defaults[name]:
+            found[name] = _plain(value)
+    for name in _READ:
+        if name in found and Path(found[name]).expanduser().is_file():
+            content = Path(found[name]).expanduser().read_bytes()
+            found[name] = [found[name], hashlib.sha256(content).hexdigest()]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, bool | int | float) else str(value)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,124 @@
+"""Many requests in one process: a pipeline stays open as long as it is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.staged import begun
+from tpuport.cli.runs.variants import with_model
+from tpuport.cli.runs.video_run import VideoRun, find
+from tpuport.core.files.run_lock import holder
+from tpuport.core.reports import Reporter
+from tpuport.core.spec.run_settings import RunSettings
+from tpuport.errors import ArtifactError, WriteError
+
+#: Seconds in which a process that lost its driver ends.
+_ORPHAN = 60.0
+
+
+class Engine:
+    """Makes the videos of one request after the other.
+
+    Weights are loaded once for each pipeline, and programs are compiled once for each
+    shape. A request that fails closes the pipeline: nothing of it reaches the next one.
+
+    Args:
+        reporter: told of what is loaded and compiled.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._open: VideoRun | None = None
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the pipeline."""
+        self._open = None
+        self._closing.close()
+
+    def make(self, settings: Settings, digest: str) -> None:
+        """Make the videos of a request, or go on with them from a checkpoint.
+
+        Args:
+            settings: with the place of the videos, and a run directory, which is
+                removed when the videos are there.
+            digest: of the request, for the sidecars.
+
+        Raises:
+            TpuportError: the request is wrong, or cannot be made.
+        """
+        folder = settings.run_dir
+        assert folder is not None
+        _wait_for(folder)
+        try:
+            self._made(settings, digest)
+        except WriteError:
+            raise
+        except ArtifactError:
+            # Of other versions, weights or a file that was altered: from the beginning.
+            if not folder.exists():
+                raise
+            shutil.rmtree(folder)
+            self._made(settings, digest)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _made(self, settings: Settings, digest: str) -> None:
+        started = time.perf_counter()
+        settings = with_model(settings)
+        folder = find(settings, self._reporter)
+        run = VideoRun.prepared(settings, folder, self._reporter)
+        run.request = digest
+        outputs = run.outputs("")
+        self._take(run)
+        with begun(run, outputs.asked) as kept:
+            run.kept = kept
+            try:
+                run.make_open(outputs, started)
+            except BaseException:
+                self.close()
+                raise
+
+    def _take(self, run: VideoRun) -> None:
+        """Have the pipeline of a run open."""
+        if self._open is None or _opened_with(run) != _opened_with(self._open):
+            self.close()
+            self._closing.enter_context(run.opened())
+            self._open = run
+            return
+        other = self._open
+        run.folder = other.folder  # whose fingerprints are known
+        for name in ("pipeline", "journal", "load", "caches", "inspection", "blocks"):
+            setattr(run, name, getattr(other, name))
+        run.journal.reporter = run.reporter
+
+
+def _opened_with(run: VideoRun) -> tuple[Any, ...]:
+    """What a pipeline is opened with, and not given in a call."""
+    folder, settings = run.folder, run.settings
+    names = [f.name for f in fields(RunSettings)] + ["on_host", "step_cache"]
+    return (
+        *(folder.folder, folder.index, folder.tiling),
+        *(folder.scheduler, folder.scheduler_options),
+        [lora.as_dict() for lora in folder.loras],
+        folder.guidance if folder.has_guider else None,
+        *(run.placed.spec, {name: getattr(settings, name) for name in names}),
+    )
+
+
+def _wait_for(folder: Path) -> None:
+    """Wait until a process whose driver was killed has let go of a run directory."""
+    until = time.monotonic() + _ORPHAN
+    while holder(folder) is not None and time.monotonic() < until:
+        time.sleep(0.5)
