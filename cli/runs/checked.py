@@ -207,7 +207,8 @@ def compare(
     folder: PipelineFolder, settings: Settings, reporter: Reporter
 ) -> list[Compared]:
     """A small pipeline beside upstream's code: on one device, and on meshes."""
-    pipelines = [folder.load(torch.float32, reporter) for _ in range(2)]
+    by_upstream = replace(folder, whole=folder.modules())
+    pipelines = [f.load(torch.float32, reporter) for f in (folder, by_upstream)]
     for one in pipelines:
         one.set_progress_bar_config(disable=True)
     given = arguments(folder)

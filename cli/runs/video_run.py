@@ -331,11 +331,13 @@ class VideoRun(PipelineCall):
         """
         settings, reporter = self.settings, self.reporter
         dtype = torch_dtype(str(settings.dtype))
+        whole = self.folder.modules() if self.by_upstream else settings.on_host
+        folder = replace(self.folder, whole=whole)
         if late:
-            weights = LateWeights(self.folder, dtype, reporter)
+            weights = LateWeights(folder, dtype, reporter)
             self.pipeline, self.load = weights.pipeline, weights.load
         else:
-            self.pipeline = self.folder.load(dtype, reporter)
+            self.pipeline = folder.load(dtype, reporter)
             self.load = lambda name: None
         self.pipeline.set_progress_bar_config(disable=True)
         target = None if self.by_upstream else self._target()

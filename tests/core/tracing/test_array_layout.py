@@ -83,8 +83,7 @@ def test_a_weight_in_another_order_gives_the_same(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(placement, "in_order", turned)
     structs = abstract_weights(ported, plan, mesh)
-    arrays = ((name, to_numpy(t)) for name, t in tensors.items())
-    weights = place_weights(ported, structs, arrays)
+    weights = place_weights(ported, structs, lambda n, i: to_numpy(tensors[n][i]))
     layout = weights["weight"].format.layout
     assert layout.major_to_minor == order.major_to_minor
     x = torch.randn(1, 4, 3, 5, 6)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.core.weights.stored_tensors import read_whole
 from tpuport.errors import HubError, WeightsError
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
@@ -44,7 +45,10 @@ def find(weights: Path | str) -> PipelineFolder:
 
 
 def load(folder: Path) -> torch.nn.Module:
-    return find(str(folder)).load_component("transformer", torch.float32)
+    """The transformer, with its weights read."""
+    found = find(str(folder)).load_component("transformer", torch.float32)
+    read_whole(found)
+    return found
 
 
 def refusal(action: Callable[..., Any], *args: Any, code: int = 1) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import random
+import re
 import weakref
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import placement
 from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
+from tpuport.core.weights.stored_tensors import Index
 from tpuport.errors import ShardingError
 
 RULES = (
@@ -74,18 +75,25 @@ def test_blocks_of_a_stack_that_are_split_differently_are_refused() -> None:
 
 
 @pytest.mark.parametrize("gathered", [0, placement.GATHERED_BYTES])
-def test_stacks_are_filled_in_whatever_order_tensors_come(
+def test_each_part_is_read_once_and_is_where_it_belongs(
     gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "GATHERED_BYTES", gathered)
     ported, plan, mesh = planned(tower(count=5))
     wanted = abstract_weights(ported, plan, mesh)
     tensors = ported.tensors()
-    names = [*ported.names.stored, *ported.names.computed]
-    random.Random(0).shuffle(names)
-    stream = ((name, to_numpy(tensors[name])) for name in names)
-    found = place_weights(ported, wanted, stream)
+    asked: list[Any] = []
+
+    def read(name: str, index: Index) -> np.ndarray:
+        asked.append((name, str(index)))
+        return to_numpy(tensors[name][index].clone())
+
+    found = place_weights(ported, wanted, read)
     assert set(found) == set(wanted)
+    assert len(set(asked)) == len(asked)
+    # Of two halves each is read, of what every device holds the whole.
+    halves = {n for n in tensors if re.search(r"linear\.weight|mix", n)}
+    assert Counter(n for n, _ in asked) == {n: 1 + (n in halves) for n in tensors}
     for array, members in ported.arrays.items():
         expected = [to_numpy(tensors[name]) for name in members]
         expected = np.stack(expected) if len(members) > 1 else expected[0]
@@ -117,20 +125,24 @@ def test_the_host_holds_a_few_tensors_and_the_devices_each_weight_once() -> None
     gc.collect()
     before = sum(a.nbytes for a in jax.live_arrays())
 
-    def stream() -> Iterator[tuple[str, np.ndarray]]:
-        seen: list[weakref.ref[Any]] = []
-        for name in ported.names.stored:
-            alive.append(sum(ref() is not None for ref in seen))
+    seen: dict[str, list[weakref.ref[Any]]] = {}
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in seen:
+            refs = [ref for refs in seen.values() for ref in refs]
+            alive.append(sum(ref() is not None for ref in refs))
             held.append(sum(a.nbytes for a in jax.live_arrays()) - before)
-            tensor = np.full((512, 512), len(seen), np.float32)
-            seen.append(weakref.ref(tensor))
-            yield name, tensor
+            seen[name] = []
+        tensor = np.full((256, 512), len(seen) - 1, np.float32)
+        seen[name].append(weakref.ref(tensor))
+        return tensor
 
     for _ in range(50):  # the devices may be slower than the host at times
-        (stack,) = place_weights(ported, wanted, stream()).values()
+        (stack,) = place_weights(ported, wanted, read).values()
         assert [float(i) for i in stack[:, 0, 0]] == [*range(COUNT)]
         assert len(alive) == COUNT
-        assert max(alive) <= 2
+        assert max(alive) <= 2 * 2  # two tensors, in halves
+        seen.clear()
         # From the first tensor on the whole stack is there, and it is there once.
         assert max(held) <= COUNT * LAYER + 2 * LAYER
         assert held[2] >= COUNT * LAYER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ def transform(pattern: str, apply: Any = torch.neg) -> WeightTransform:
     return WeightTransform(
         pattern=pattern, apply=lambda tensor, config: apply(tensor), reason="a test"
     )
+
+
+def whole(
+    transforms: Sequence[WeightTransform], config: dict[str, Any], names: Sequence[str]
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """``transformer``, of which all of a tensor is asked."""
+    part = transformer(transforms, config, names)
+    return lambda name, one: part(name, one, tuple(slice(0, n) for n in one.shape))
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -69,13 +78,13 @@ def test_no_whole_heads_are_refused(rows: int, head_dim: int) -> None:
 
 
 def test_a_name_that_no_pattern_matches_is_left_as_it_is() -> None:
-    apply = transformer([transform(r"a\.weight")], {}, ["a.weight", "b.weight"])
+    apply = whole([transform(r"a\.weight")], {}, ["a.weight", "b.weight"])
     tensor = drawn(3)
     # The whole name counts: neither a part nor a name within a name.
     for name in ("a.bias", "b.a.weight", "a.weight.scale"):
-        assert apply(name, tensor) is tensor
+        assert torch.equal(apply(name, tensor), tensor)
     assert torch.equal(apply("a.weight", tensor), -tensor)
-    turned = transformer([transform("w", lambda x: x.T)], {}, ["w"])
+    turned = whole([transform("w", lambda x: x.T)], {}, ["w"])
     assert turned("w", drawn(4, 4)).is_contiguous()
 
 
@@ -85,12 +94,32 @@ def test_the_config_reaches_the_transform() -> None:
         apply=lambda tensor, config: to_halves(tensor, config["dim"]),
         reason="a test",
     )
-    out = transformer([found], {"dim": 4}, ["w"])("w", torch.arange(8))
+    out = whole([found], {"dim": 4}, ["w"])("w", torch.arange(8))
     assert out.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
+@pytest.mark.parametrize("rows", ["", "dim"])
+def test_a_part_is_that_of_the_whole(rows: str) -> None:
+    """Also one that begins within a group, or is of some columns."""
+    given: list[int] = []
+
+    def apply(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+        given.append(len(tensor))
+        return to_halves(tensor, config["dim"])
+
+    one = WeightTransform(pattern="w", apply=apply, reason="a test", rows=rows)
+    part, tensor = transformer([one], {"dim": 4}, ["w"]), drawn(24, 6)
+    for index in (
+        (slice(8, 16), slice(0, 6)),
+        (slice(4, 24), slice(2, 5)),
+        (slice(2, 8), slice(0, 6)),
+    ):
+        assert torch.equal(part("w", tensor, index), to_halves(tensor, 4)[index])
+    assert given == ([8, 20, 24] if rows else [24] * 3)
+
+
 def test_two_transforms_of_one_weight_are_refused_by_name() -> None:
-    apply = transformer(
+    apply = whole(
         [transform(r"a\..*"), transform(r".*\.weight")], {}, ["a.weight", "a.bias"]
     )
     assert torch.equal(apply("b.weight", drawn(2)), -drawn(2))
@@ -109,7 +138,7 @@ def test_two_transforms_of_one_weight_are_refused_by_name() -> None:
 def test_another_shape_or_dtype_is_refused(apply: Any, found: str) -> None:
     message = f"weight transform 'w' makes torch.{found} of w, which is torch.float32"
     with pytest.raises(PluginError, match=re.escape(message)):
-        transformer([transform("w", apply)], {}, ["w"])("w", drawn(3))
+        whole([transform("w", apply)], {}, ["w"])("w", drawn(3))
 
 
 def test_a_transform_that_matches_nothing_is_refused() -> None:

@@ -138,7 +138,7 @@ class _Absent(Devices):
     def moved(self, array: Any, sharding: Any) -> Any:
         return array
 
-    def weights(self, ported: Any, structs: Any, tensors: Any) -> Any:
+    def weights(self, ported: Any, structs: Any, read: Any) -> Any:
         return structs
 
     def _fitted(self, array: Any, real: Any, place: Any) -> Any:

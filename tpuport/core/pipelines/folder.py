@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from tpuport.core.weights.checkpoint import (
 )
 from tpuport.core.weights.configs import building
 from tpuport.core.weights.hub import fetch
+from tpuport.core.weights.stored_tensors import StoredTensor, read_whole, unread
 from tpuport.errors import (
     UsageError,
     WeightsError,
@@ -75,6 +76,8 @@ class PipelineFolder:
         scheduler_options: in place of values of that config.
         loras: fused into the weights as they are loaded.
         cache: the cache folder, for what is fetched from a store.
+        whole: components whose weights a load reads, because the host computes with
+            them.
     """
 
     folder: Path
@@ -87,6 +90,7 @@ class PipelineFolder:
     scheduler_options: Mapping[str, Any] = field(default_factory=dict)
     loras: tuple[Lora, ...] = field(default=(), compare=False)
     cache: Path | None = None
+    whole: Collection[str] = field(default=(), compare=False)
 
     @classmethod
     def find(
@@ -390,10 +394,13 @@ class PipelineFolder:
             ) from None
 
     def load(self, dtype: torch.dtype, reporter: Reporter) -> Any:
-        """The pipeline with its weights, on the CPU.
+        """The pipeline with its weights, which wait in their files until they are read.
+
+        Autoencoders are read: what is called last is checked before all else runs.
 
         Raises:
-            WeightsError: upstream cannot load it, or a weight is NaN or infinite.
+            WeightsError: upstream cannot load it, or a weight that is read is NaN or
+                infinite.
         """
         self.check_components()
         with reporter.timed(f"loading {self.class_name}"), self._loading("", dtype):
@@ -486,7 +493,7 @@ class PipelineFolder:
         return str(found[0])
 
     def load_component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        """One component with its weights, on the CPU.
+        """One component with its weights, as of :meth:`load`.
 
         Raises:
             WeightsError: as of :meth:`load`, or its weights are missing.
@@ -501,7 +508,7 @@ class PipelineFolder:
     @contextlib.contextmanager
     def _loading(self, name: str, dtype: torch.dtype) -> Iterator[None]:
         try:
-            with without_bars():
+            with without_bars(), unread(self.reference):
                 yield
         except Exception as error:
             raise WeightsError(
@@ -510,9 +517,13 @@ class PipelineFolder:
             ) from error
 
     def _check_tensors(self, name: str, component: torch.nn.Module) -> None:
+        if name in self.whole or hasattr(component, "decode"):
+            read_whole(component)
         for path, tensor in component.state_dict().items():
             if tensor.is_meta:
                 raise self._no_weight(name, path, type(component))
+            if isinstance(tensor, StoredTensor):
+                continue  # checked when it is read
             if tensor.is_floating_point() and not all_finite(tensor):
                 raise damaged(
                     f"{self.reference}: {name}: {path} holds NaN or infinite values",

@@ -30,6 +30,7 @@ from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.reports import Reporter, plural
 from tpuport.core.spec.lora_choice import LoraChoice
 from tpuport.core.weights.hub import fetch, file_names
+from tpuport.core.weights.stored_tensors import read_whole
 from tpuport.errors import UsageError, WeightsError, damaged
 
 Modules = Mapping[str, torch.nn.Module]
@@ -228,6 +229,9 @@ def _fuse(lora: Lora, name: str, part: _Part, module: Any) -> None:
             f"LoRA {lora.choice.name}: {name} has adapters already; fuse and unload "
             "them first"
         )
+    layers = dict(module.named_modules())
+    for path in {_layer(key.removeprefix(f"{name}.")) for key in part.state}:
+        read_whole(layers[path])
     before = set(vars(module))
     asked = {n: p.requires_grad for n, p in module.named_parameters()}
     try:
@@ -439,6 +443,11 @@ def _renamed(
     }
 
 
+def _layer(key: str) -> str:
+    """The path of the layer that a key of peft is for."""
+    return re.split(r"\.lora_|\.lokr_", key)[0]
+
+
 def _fit(
     component: str,
     module: torch.nn.Module,
@@ -448,7 +457,7 @@ def _fit(
     """Note the keys that fit no layer, and the shapes that do not fit theirs."""
     layers = dict(module.named_modules())
     for key, tensor in state.items():
-        path = re.split(r"\.lora_|\.lokr_", key)[0]
+        path = _layer(key)
         weight = getattr(layers.get(path), "weight", None)
         if path == key or not isinstance(weight, torch.Tensor):
             found.unknown.append(f"{component}.{key}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from tpuport.core.seam.target import Target
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.placement import place_weights
+from tpuport.core.weights.stored_tensors import Index
 from tpuport.errors import UsageError
 
 
@@ -93,11 +94,10 @@ class Devices:
         self,
         ported: PortedModule,
         structs: Mapping[str, Any],
-        tensors: Iterable[tuple[str, np.ndarray]],
+        read: Callable[[str, Index], np.ndarray],
     ) -> Mapping[str, jax.Array]:
         """A module's weights, placed; see :func:`place_weights`."""
-        # The host may replace weights that are being uploaded.
-        return jax.block_until_ready(place_weights(ported, structs, tensors))
+        return place_weights(ported, structs, read)
 
     def jitted(
         self, function: Callable[..., Any], stages: Sequence[str], **options: Any

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from tpuport.core.arrays import to_numpy
@@ -37,6 +38,7 @@ from tpuport.core.weights.sharding import (
     UndividedError,
     plan_sharding,
 )
+from tpuport.core.weights.stored_tensors import Index, stored_in
 from tpuport.core.weights.streaming import streamable, streaming
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import ShardingError, UsageError
@@ -239,12 +241,23 @@ class ModuleWeights:
         self._journal.reporter.loading(self.name)
         ported = self._port()
         tensors = ported.tensors()
-        names = (*ported.names.stored, *ported.names.computed)
         transforms = () if self._claim is None else self._claim.transforms
         config = getattr(self.module, "config", {})
-        transform = transformer(transforms, config, ported.names.stored)
-        arrays = ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names)
-        self._weights = self._devices.weights(ported, self._structs, arrays)
+        part = transformer(transforms, config, ported.names.stored)
+
+        def read(name: str, index: Index) -> np.ndarray:
+            return to_numpy(part(name, tensors[name].detach(), index))
+
+        stored = [one for one in stored_in(tensors.values()) if one.host is None]
+        before = sum(one.bytes_read for one in stored)
+        self._weights = self._devices.weights(ported, self._structs, read)
+        taken = sum(one.bytes_read for one in stored) - before
+        whole = sum(one.bytes_stored for one in stored)
+        if taken < whole:
+            self._journal.reporter.say(
+                f"{self.name}: this process read {bytes_text(taken)} of "
+                f"{bytes_text(whole)} of its weights, what its devices hold"
+            )
         return self._weights
 
     def _refresh(self) -> None:

@@ -1,15 +1,16 @@
-"""Weights from the host to their shards, one tensor at a time.
+"""Weights from their files to their shards, one tensor at a time.
 
-A stack of blocks is filled on the devices: the devices make empty buffers, and every
-tensor is written into its buffer as it comes. The host holds no more of a stack than of
-any other weight, and the devices hold each weight once. A stack that waits on the host
-is put together there.
+Of a tensor the parts that the devices of this process hold are read, each once. A stack
+of blocks is filled on the devices: the devices make empty buffers, and every tensor is
+written into its buffer as it comes. The host holds no more of a stack than of any other
+weight, and the devices hold each weight once. A stack that waits on the host is put
+together there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from tpuport.core.mesh.device_memory import HOST, on_host
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
+from tpuport.core.weights.stored_tensors import Index
 from tpuport.errors import ShardingError
 
 #: Most bytes of a stack put together on the host: biases, and scales of norms.
@@ -84,9 +86,9 @@ def abstract_weights(
 def place_weights(
     ported: PortedModule,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    tensors: Iterable[tuple[str, np.ndarray]],
+    read: Callable[[str, Index], np.ndarray],
 ) -> dict[str, jax.Array]:
-    """The arrays ``wanted``, filled from ``tensors`` in any order.
+    """The arrays ``wanted``; every process that has some of their devices calls this.
 
     Each tensor is on its way to the devices before the next is read, and at most two
     are in flight. Stacks of up to :data:`GATHERED_BYTES` are put together on the
@@ -94,41 +96,61 @@ def place_weights(
 
     Args:
         wanted: the result of :func:`abstract_weights`.
-        tensors: every tensor of every wanted array, by its name in the module.
+        read: ``read(name, index)`` gives a part of a tensor, by its name in the module,
+            in memory that nothing else uses.
     """
-    places = {
-        name: (array, index)
-        for array, members in ported.arrays.items()
-        if array in wanted
-        for index, name in enumerate(members)
-    }
     weights: dict[str, Any] = {}
     before: jax.Array | None = None
-    gathered: dict[str, list[Any]] = {}
-    for name, tensor in tensors:
-        array, index = places.pop(name)
-        struct, members = wanted[array], ported.arrays[array]
-        write: Any = None
+    for array, members in ported.arrays.items():
+        if array not in wanted:
+            continue
+        struct = wanted[array]
+        size = struct.size * struct.dtype.itemsize
         if len(members) == 1:
-            part = jax.device_put(tensor, struct.format, may_alias=False)
-        elif on_host(struct) or struct.size * struct.dtype.itemsize <= GATHERED_BYTES:
-            layers = gathered.setdefault(array, [None] * len(members))
-            layers[index] = tensor
-            if any(layer is None for layer in layers):
-                continue
-            stack = np.stack(gathered.pop(array))
-            part = jax.device_put(stack, struct.sharding, may_alias=False)
+            part = functools.partial(read, members[0])
+            weights[array] = _from_parts(struct.shape, struct.format, part)
+        elif on_host(struct) or size <= GATHERED_BYTES:
+            part = functools.partial(_stacked, members, read)
+            weights[array] = _from_parts(struct.shape, struct.sharding, part)
         else:
             make, write, one = _filling(struct.shape, struct.dtype, struct.sharding)
-            if array not in weights:
-                weights[array] = make()
-            part = jax.device_put(tensor, one)
-        # Before a write takes over the memory of the last: then nothing can be awaited.
+            weights[array] = make()
+            for index, name in enumerate(members):
+                part = functools.partial(read, name)
+                layer = _from_parts(struct.shape[1:], one, part)
+                # Before a write takes over the memory of the last: then nothing can be
+                # awaited.
+                jax.block_until_ready(before)
+                before = weights[array] = write(weights[array], layer, index)
+            continue
         jax.block_until_ready(before)
-        before = write(weights[array], part, index) if write else part
-        weights[array] = before
-    assert not places, f"no tensor for {next(iter(places))}"
+        before = weights[array]
     return jax.block_until_ready(weights)
+
+
+def _from_parts(
+    shape: tuple[int, ...], place: Any, read: Callable[[Index], np.ndarray]
+) -> jax.Array:
+    """An array of parts, each of which is read once for the devices here that hold the
+    part."""
+    known: dict[Any, np.ndarray] = {}
+
+    def part(index: Index) -> np.ndarray:
+        bounds = tuple(
+            one.indices(size)[:2] for one, size in zip(index, shape, strict=True)
+        )
+        if bounds not in known:
+            known[bounds] = read(tuple(slice(*pair) for pair in bounds))
+        return known[bounds]
+
+    return jax.make_array_from_callback(shape, place, part)
+
+
+def _stacked(
+    members: tuple[str, ...], read: Callable[[str, Index], np.ndarray], index: Index
+) -> np.ndarray:
+    """A part of a stack, of which every device has all blocks."""
+    return np.stack([read(name, index[1:]) for name in members])
 
 
 @functools.cache

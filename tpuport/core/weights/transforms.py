@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.weights.stored_tensors import Index, part_of
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
@@ -26,20 +27,27 @@ class WeightTransform:
         apply: ``apply(tensor, config)`` gives the new tensor.
         reason: the reason for the rewriting.
         needed: whether a module of a config must have a tensor that matches.
+        rows: the name of the config's value that tells how many rows belong together.
+            ``apply`` gives for whole groups of rows, and for some of their columns,
+            what it gives for the whole tensor there. So a host reads its part alone.
     """
 
     pattern: str
     apply: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
     reason: str
     needed: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    rows: str = ""
 
 
 def transformer(
     transforms: Iterable[WeightTransform],
     config: Mapping[str, Any],
     names: Iterable[str],
-) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """``f(name, tensor)`` that applies the transform that matches the name.
+) -> Callable[[str, torch.Tensor, Index], torch.Tensor]:
+    """``f(name, tensor, index)``: a part after the transform that matches the name.
+
+    The part has memory of its own. Of a tensor that waits in its file the part alone is
+    read, if no transform needs more.
 
     ``config`` and ``names``, of all tensors, are those of the module.
 
@@ -56,22 +64,25 @@ def transformer(
                 "blocks that count on it would compute something else"
             )
 
-    def apply(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def apply(name: str, tensor: torch.Tensor, index: Index) -> torch.Tensor:
         found = [t for pattern, t in compiled if pattern.fullmatch(name)]
         if not found:
-            return tensor
+            return part_of(tensor, index)
         if len(found) > 1:
             raise PluginError(
                 f"{name} matches {len(found)} weight transforms: "
                 + ", ".join(repr(t.pattern) for t in found)
             )
-        out = found[0].apply(tensor, config)
-        if (out.shape, out.dtype) != (tensor.shape, tensor.dtype):
+        group = config[found[0].rows] if found[0].rows else 0
+        alone = group and index[0].start % group == index[0].stop % group == 0
+        given = part_of(tensor, index) if alone else tensor
+        out = found[0].apply(given, config)
+        if (out.shape, out.dtype) != (given.shape, given.dtype):
             raise PluginError(
                 f"weight transform {found[0].pattern!r} makes {out.dtype} "
-                f"{[*out.shape]} of {name}, which is {tensor.dtype} {[*tensor.shape]}"
+                f"{[*out.shape]} of {name}, which is {given.dtype} {[*given.shape]}"
             )
-        return out.contiguous()
+        return out.contiguous() if alone else part_of(out, index)
 
     return apply
 

@@ -182,11 +182,13 @@ TRANSFORMER = NativeForm(
             pattern=r"transformer_blocks\.\d+\.attn1\.to_[qk]\.(weight|bias)",
             apply=_halves,
             reason="rotary pairs as halves of the head dim",
+            rows="attention_head_dim",
         ),
         WeightTransform(
             pattern=r"transformer_blocks\.\d+\.attn1\.norm_[qk]\.(weight|bias)",
             apply=_halves,
             reason="the norms of the same elements",
+            rows="attention_head_dim",
         ),
     ),
     split=ForwardSplit(blocks=("transformer_blocks",), state=("hidden_states",)),

@@ -207,11 +207,13 @@ HALVES = (
         r"\.(weight|bias)",
         apply=halves,
         reason="rotary pairs as halves of the head dim",
+        rows="attention_head_dim",
     ),
     WeightTransform(
         pattern=r"transformer_blocks\.\d+\.attn\.norm_(added_)?[qk]\.(weight|bias)",
         apply=halves,
         reason="the norms of the same elements",
+        rows="attention_head_dim",
     ),
 )
 

@@ -187,6 +187,7 @@ TRANSFORMER = NativeForm(
             pattern=r"blocks\.\d+\.attn1\.(to|norm)_[qk]\.(weight|bias)",
             apply=lambda rows, config: to_halves(rows, config["attention_head_dim"]),
             reason="rotary pairs as halves of the head dim",
+            rows="attention_head_dim",
         ),
     ),
     split=ForwardSplit(blocks=("blocks",), state=("hidden_states",)),
