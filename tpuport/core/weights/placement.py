@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype
 from tpuport.core.mesh.device_memory import HOST, on_host
+from tpuport.core.mesh.mesh_arrays import to_mesh
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
@@ -110,19 +111,19 @@ def place_weights(
         struct, members = wanted[array], ported.arrays[array]
         write: Any = None
         if len(members) == 1:
-            part = jax.device_put(tensor, struct.format, may_alias=False)
+            part = to_mesh(tensor, struct.format, may_alias=False)
         elif on_host(struct) or struct.size * struct.dtype.itemsize <= GATHERED_BYTES:
             layers = gathered.setdefault(array, [None] * len(members))
             layers[index] = tensor
             if any(layer is None for layer in layers):
                 continue
             stack = np.stack(gathered.pop(array))
-            part = jax.device_put(stack, struct.sharding, may_alias=False)
+            part = to_mesh(stack, struct.sharding, may_alias=False)
         else:
             make, write, one = _filling(struct.shape, struct.dtype, struct.sharding)
             if array not in weights:
                 weights[array] = make()
-            part = jax.device_put(tensor, one)
+            part = to_mesh(tensor, one)
         # Before a write takes over the memory of the last: then nothing can be awaited.
         jax.block_until_ready(before)
         before = write(weights[array], part, index) if write else part
