@@ -177,46 +177,53 @@ class Hosts:
                 f"--coordinator {host}:{port}: process 0 cannot listen there: "
                 f"{error.strerror}; name a free port"
             ) from error
+        why = ""
         with server:
             while len(self._lines) < self.at.count - 1:
                 server.settimeout(max(until - time.monotonic(), 0.01))
                 try:
-                    self._take(_Line(-1, server.accept()[0]))
+                    wrong = self._take(_Line(-1, server.accept()[0]))
+                    if wrong and not why:  # the others are to hear of it too
+                        why, until = wrong, min(until, time.monotonic() + _TOLD)
                 except TimeoutError:
+                    if why:
+                        break
                     missing = (n for n in range(self.at.count) if n not in self.names)
                     which = ", ".join(f"process {n}" for n in missing)
                     self._refuse(
                         f"{which} of {self.at.count} did not come within {wait:.0f} s "
                         "(TPUPORT_HOSTS_WAIT); start the same command on every host"
                     )
+        if why:
+            self._refuse(why)
         for line in self._lines.values():
             line.send({"names": list(self.names.items())})
 
-    def _take(self, line: _Line) -> None:
-        """Take a process that connects; who says something else is no process."""
+    def _take(self, line: _Line) -> str:
+        """Take a process that connects, if it is one; returns what is wrong with it."""
         line.socket.settimeout(_TOLD)
         try:
             said, _ = line.read()
             line.number, name = int(said["number"]), str(said["name"])
         except (OSError, EOFError, ValueError, KeyError, TypeError, struct.error):
             line.socket.close()
-            return
-        if said["count"] != self.at.count:
-            self._lines[line.number] = line
-            self.names[line.number] = name
-            self._refuse(
-                f"{self.who(line.number)}: --num-processes is {said['count']}, and "
-                f"{self.at.count} on {self.who(0)}; say the same on every host"
-            )
+            return ""
         if line.number in self.names:
-            line.send({"ended": f"process {line.number} is there already"})
-            self._refuse(
+            why = (
                 f"two processes are number {line.number}: on "
                 f"{self.names[line.number]} and on {name}; give each its own "
                 "--process-id"
             )
+            line.send({"ended": why})
+            return why
         self._lines[line.number] = line
         self.names[line.number] = name
+        if said["count"] != self.at.count:
+            return (
+                f"{self.who(line.number)}: --num-processes is {said['count']}, and "
+                f"{self.at.count} on {self.who(0)}; say the same on every host"
+            )
+        return ""
 
     def _connect(self, until: float, wait: float) -> None:
         host, port = self.at.coordinator
