@@ -312,7 +312,10 @@ class Hosts:
         A program over several processes fails at once where one of them is lost, and
         its error may come first.
         """
-        if self.several and not isinstance(error, TpuportError | KeyboardInterrupt):
+        first = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        if self.several and not isinstance(first, TpuportError | KeyboardInterrupt):
             self._known.wait(_TOLD)
         return self.lost
 
@@ -382,3 +385,4 @@ class Hosts:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.socket.close()
+        self._lines = {}
