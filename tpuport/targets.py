@@ -20,7 +20,7 @@ from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT, GATHERED
-from tpuport.errors import PluginError, UsageError
+from tpuport.errors import MeshError, PluginError, UsageError
 from tpuport.plugins import get_model, model_plugins, plugin_for, plugin_for_module
 
 if TYPE_CHECKING:
@@ -38,15 +38,24 @@ def place_for_port(
 ) -> PlacedMesh:
     """The mesh asked for; by default one CPU device, or all chips along sp.
 
+    Over several processes the mesh has all devices.
+
     Args:
         reporter: told of chips that a mesh leaves unused.
     """
     import jax
 
     devices = jax.devices()
-    if mesh is None and devices[0].platform != "cpu":
+    several = jax.process_count() > 1
+    if mesh is None and (several or devices[0].platform != "cpu"):
         mesh = MeshSpec(sp=len(devices))
-    return place(mesh or MeshSpec(), devices, reporter)
+    spec = (mesh or MeshSpec()).resolve(len(devices))
+    if several and spec.size < len(devices):
+        raise MeshError(
+            f"mesh {spec} has {spec.size} devices, and the {jax.process_count()} "
+            f"processes have {len(devices)}; a mesh over processes takes all devices"
+        )
+    return place(spec, devices, reporter)
 
 
 def place(

@@ -19,6 +19,8 @@ from tpuport.cli.shown import signals
 from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.core.files.folders import check_folder
 from tpuport.core.files.stores import FETCHED
+from tpuport.core.mesh import coordinator
+from tpuport.core.mesh.hosts import here
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, check_libtpu, compile_environment
 from tpuport.core.reports import Reporter
@@ -151,6 +153,9 @@ def running(cache: Path | None, display: Display | None = None) -> Iterator[Disp
     with display or Display(signals.check) as shown:
         signals.mind_compiles(shown.compiles)
         import_libraries(shown)
+        if (hosts := here()).several:
+            with shown.timed(f"joining {hosts.at.count} processes"):
+                coordinator.join(hosts)
         yield shown
 
 

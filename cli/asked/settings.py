@@ -70,7 +70,7 @@ class Settings(RunSettings, Asked):
     overwrite: bool = setting(
         kinds.flag,
         "--overwrite",
-        "Replace an existing video. Without this flag a new fox.mp4 becomes fox-2.mp4.",
+        "Replace a video; else fox.mp4 becomes fox-2.mp4.",
         default=False,
         commands="GDRS",
         panel=FILES,
@@ -121,6 +121,35 @@ class Settings(RunSettings, Asked):
         default=False,
         commands="GNS",
         panel=INSIDE,
+    )
+    distributed: bool = setting(
+        kinds.flag,
+        "--distributed",
+        "Run on all hosts: docs/many-hosts.md.",
+        default=False,
+        commands="GENDSB",
+        panel=WHERE,
+    )
+    coordinator: tuple[str, int] | None = setting(
+        kinds.address,
+        "--coordinator HOST:PORT",
+        "The same by hand: where process 0 is,",
+        commands="GENDSB",
+        panel=WHERE,
+    )
+    num_processes: int | None = setting(
+        kinds.positive,
+        "--num-processes N",
+        "how many there are,",
+        commands="GENDSB",
+        panel=WHERE,
+    )
+    process_id: int | None = setting(
+        kinds.number_from_0,
+        "--process-id I",
+        "and which one this is, from 0.",
+        commands="GENDSB",
+        panel=WHERE,
     )
     report: AnyPath | None = setting(
         kinds.any_path,

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from tpuport.cli.asked.environment import prepare, running
+from tpuport.cli.asked.many_hosts import joined
 from tpuport.cli.asked.options import command, flag, refuse_options
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.variants import with_model
@@ -73,11 +74,12 @@ def bench(
     settings = with_model(settings)
     how: dict[str, Any] = {"repeat": repeat, "against": against, "caches": caches}
     how |= {"opened": time.perf_counter(), "load": os.getloadavg()[0]}
-    with running(settings.cache_dir, _Once()) as display:
-        from tpuport.cli.runs.benchmark import measure
+    with joined(settings) as own:
+        with running(own.cache_dir, _Once()) as display:
+            from tpuport.cli.runs.benchmark import measure
 
-        result = measure(settings, **how, reporter=display)
-    give_out(result, as_json=settings.json, text=_text(result))
+            result = measure(own, **how, reporter=display)
+        give_out(result, as_json=own.json, text=_text(result))
 
 
 def _text(result: dict[str, Any]) -> Sequence[str]:

@@ -9,12 +9,14 @@ from pathlib import Path
 import typer
 
 from tpuport.cli.asked.environment import cache_folder, prepare, running
+from tpuport.cli.asked.many_hosts import joined
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import kept_run, look, out_of
 from tpuport.cli.runs.variants import with_model
 from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import RUN_FILE, run_file
+from tpuport.core.mesh.hosts import here
 from tpuport.core.spec.run_settings import Asked, defaults_of, settings_of
 from tpuport.errors import UsageError
 
@@ -30,7 +32,8 @@ def generate(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    _begin(settings, started, "generate")
+    with joined(settings) as own:
+        _begin(own, started, "generate")
 
 
 @command("encode")
@@ -44,11 +47,15 @@ def encode(settings: Settings) -> None:
     """
     started = _started(settings)
     assert settings.run_dir is not None
-    if not settings.prompt and (settings.run_dir / RUN_FILE).exists():
-        _check_says_nothing(settings)
-        _go_on(settings, started, StageName.ENCODE)
-    else:
-        _begin(settings, started, StageName.ENCODE)
+    with joined(settings) as own:
+        assert own.run_dir is not None
+        file = own.run_dir / RUN_FILE
+        begun = bool(here().told(lambda: b"begun" if file.exists() else b""))
+        if not own.prompt and begun:
+            _check_says_nothing(own)
+            _go_on(own, started, StageName.ENCODE)
+        else:
+            _begin(own, started, StageName.ENCODE)
 
 
 def _begin(settings: Settings, started: float, command: str) -> None:
@@ -61,7 +68,8 @@ def _begin(settings: Settings, started: float, command: str) -> None:
 
 def _go_on(settings: Settings, started: float, stage: StageName | None) -> None:
     assert settings.run_dir is not None
-    run_file(settings.run_dir)  # refused before torch is imported
+    if here().first:
+        run_file(settings.run_dir)  # refused before torch is imported
     with running(settings.cache_dir) as display:
         from tpuport.cli.runs.staged import go_on_with_run
 
@@ -93,7 +101,9 @@ def denoise(settings: Settings) -> None:
 
     Example: tpuport denoise --run-dir run
     """
-    _go_on(settings, _started(settings), StageName.DENOISE)
+    started = _started(settings)
+    with joined(settings) as own:
+        _go_on(own, started, StageName.DENOISE)
 
 
 @command("decode")
@@ -104,7 +114,9 @@ def decode(settings: Settings) -> None:
 
     Example: tpuport decode --run-dir run --out panda.mp4
     """
-    _go_on(settings, _started(settings), StageName.DECODE)
+    started = _started(settings)
+    with joined(settings) as own:
+        _go_on(own, started, StageName.DECODE)
 
 
 @command(
@@ -123,6 +135,13 @@ def resume(settings: Settings, name: str) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
+    with joined(settings) as own:
+        found = _found(own, name) if here().first else replace(own, run_dir=Path(name))
+        _go_on(found, started, None)
+
+
+def _found(settings: Settings, name: str) -> Settings:
+    """The settings of a run that ended early, where its folder is."""
     folder = Path(name).expanduser()
     if (folder / RUN_FILE).exists():
         kept = look(folder)
@@ -133,5 +152,4 @@ def resume(settings: Settings, name: str) -> None:
         )
     else:
         kept = kept_run(cache_folder(settings.cache_dir), name)
-    own = out_of(kept, replace(settings, run_dir=kept.folder))
-    _go_on(own, started, None)
+    return out_of(kept, replace(settings, run_dir=kept.folder))

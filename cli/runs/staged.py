@@ -12,6 +12,7 @@ from typing import Any
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import going_on, is_kept, keep_asked, sweep, temporary
+from tpuport.cli.runs.shared_run import copied_run, share_run
 from tpuport.cli.runs.video_run import VideoRun, file_digest, find
 from tpuport.cli.shown.output import say, show_results
 from tpuport.core.drive.pipeline_run import PipelineRun, Record
@@ -23,6 +24,7 @@ from tpuport.core.files.run_lock import holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.stores import from_anywhere
+from tpuport.core.mesh.hosts import here
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter, RunReport, plural
 from tpuport.core.spec.run_settings import Asked, typed
@@ -47,7 +49,10 @@ def begin_run(
     until = StageName.ENCODE if command == StageName.ENCODE else None
     folder = find(settings, reporter)
     run = VideoRun.prepared(settings, folder, reporter, partly=until is not None)
-    outputs = None if until else run.outputs(f"{_short_name(run)}{_seed(run)}.mp4")
+    here().same(_alike(run))
+    outputs = None
+    if until is None and here().first:
+        outputs = run.outputs(f"{_short_name(run)}{_seed(run)}.mp4")
     with begun(run, outputs.asked if outputs else "") as kept:
         videos, report = run.make(outputs, started, kept, until)
     _show(command, run, report, videos)
@@ -67,10 +72,9 @@ def go_on_with_run(
         if stage is not None and stage != stages[0]:
             kept.check_finished(stages[stages.index(stage) - 1])
         place = kept.record["out"] if resumes else ""
-        outputs = None
-        if stage in (None, StageName.DECODE):
+        outputs, until = None, None if stage == StageName.DECODE else stage
+        if until is None and here().first:
             outputs = run.outputs(place or str(kept.path / "video.mp4"))
-        until = stage if outputs is None else None
         videos, report = run.make(outputs, started, kept, until)
     _show("resume" if stage is None else stage, run, report, videos)
 
@@ -82,6 +86,10 @@ def begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
     The same command finds the same folder, and goes on.
     """
     record, given = _record(run, out), run.settings.run_dir
+    if not here().first:
+        with copied_run() as folder:
+            yield PipelineRun.open(folder)
+        return
     with contextlib.ExitStack() as stack:
         if given is not None:
             folder = stack.enter_context(working_in(given))
@@ -94,6 +102,7 @@ def begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
         _keep_inputs(kept, run)
         _say_where(kept)
         stack.enter_context(going_on(folder))
+        share_run(folder)
         yield kept
 
 
@@ -135,12 +144,14 @@ def _opened(
     path = settings.run_dir
     assert path is not None
     hold = temporary if resumes and is_kept(path) else working_in
-    with hold(path):
+    with hold(path) if here().first else copied_run() as path:
         kept = PipelineRun.open(path)
+        share_run(path)
         settings = _asked_again(kept, settings, resumes=resumes)
         folder = find(settings, reporter)
         run = VideoRun.prepared(settings, folder, reporter, partly=True)
         _check_same(kept, run)
+        here().same(_alike(run))
         if resumes:
             _say_where(kept)
         with going_on(path):
@@ -173,6 +184,14 @@ def _record(run: VideoRun, out: str = "") -> Record:
         "videos": len(run.together()),
         "out": out and from_anywhere(out),
     }
+
+
+def _alike(run: VideoRun) -> dict[str, str]:
+    """What the processes of a run need alike, of what they have read."""
+    record = _record(run)
+    found = {f"{name} by its fingerprint": v for name, v in record["weights"].items()}
+    inputs = zip(run.inputs, record["inputs"].values(), strict=True)
+    return found | {f"sha256 of {name}": digest for name, digest in inputs}
 
 
 def _loras(run: VideoRun) -> dict[str, str]:

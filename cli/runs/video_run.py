@@ -43,6 +43,8 @@ from tpuport.core.files.outputs import Outputs, Video, plan_outputs
 from tpuport.core.files.stores import StorePath
 from tpuport.core.files.video_file import SOUNDING, VideoWriter, check_length
 from tpuport.core.mesh.device_mesh import PlacedMesh
+from tpuport.core.mesh.hosts import here
+from tpuport.core.mesh.mesh_arrays import own_devices
 from tpuport.core.pipelines import sidecar
 from tpuport.core.pipelines.call_arguments import (
     FPS,
@@ -407,9 +409,10 @@ class VideoRun(PipelineCall):
                 before = folder.read()
                 folder.begin(self.how, before)
                 tape = tape_of(self.pipeline, given, before, self.until)
-                checkpoints = stack.enter_context(
-                    Checkpoints(tape, folder, every, self.reporter)
-                )
+                if here().first:
+                    checkpoints = stack.enter_context(
+                        Checkpoints(tape, folder, every, self.reporter)
+                    )
             if self.preview is not None:
                 assert self.settings.cache_dir is not None
                 showing = previewed(
@@ -540,7 +543,7 @@ class VideoRun(PipelineCall):
             stages=tuple(merged(stages)),
             total_seconds=seconds,
             peak_host_bytes=peak_host_bytes(),
-            peak_device_bytes=peak_device_bytes(devices),
+            peak_device_bytes=peak_device_bytes(own_devices(devices)),
         )
 
     def _in_words(self) -> str:

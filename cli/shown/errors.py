@@ -17,6 +17,7 @@ import typer
 
 from tpuport.cli.shown.signals import ended_by, in_words, leave
 from tpuport.core.files.atomic import cannot_write, no_room
+from tpuport.core.mesh.hosts import here
 from tpuport.errors import LINE, StoreError, TpuportError, in_one_line, quoted
 
 #: How jaxlib's errors begin where a device or its memory was at fault.
@@ -90,6 +91,10 @@ def explain(error: BaseException, *, debug: bool) -> int:
             if not _from_jax(note):
                 print(note, file=sys.stderr)
     leave()
+    if here().several:  # jax would wait for the others at the end, or abort
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
@@ -102,7 +107,7 @@ def may_pass(error: BaseException) -> bool:
     """
     if ended_by(error) is not None or isinstance(error, MemoryError | StoreError):
         return True
-    if no_room(error):
+    if no_room(error) or here().lost_by(error):
         return True
     # jaxlib has one class for all of its errors, torch one for its devices' memory.
     full = type(error).__name__ == "OutOfMemoryError"

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from tpuport.core.mesh.hosts import here
+
 #: Signals that ask the program to end, and what a person reads.
 _WORDS = {
     signal.SIGINT: "interrupted",
@@ -68,11 +70,13 @@ def check() -> None:
 
     Raises:
         KeyboardInterrupt: a signal asked the program to end.
+        HostError: another process of the run is lost.
     """
     for signum in _armed:
         signal.signal(signum, _stop)
     if _received is not None:
         raise KeyboardInterrupt
+    here().check()
 
 
 @contextlib.contextmanager

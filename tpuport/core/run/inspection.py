@@ -12,6 +12,7 @@ import jax
 
 from tpuport.core.drive.driving import UNITS
 from tpuport.core.enums import StageName
+from tpuport.core.mesh.mesh_arrays import own_devices
 from tpuport.core.reports import CallMemory, StageReport, memory_sources, memory_table
 from tpuport.core.run.memory_report import memory_after
 from tpuport.core.run.profile import SteadyTrace
@@ -42,7 +43,7 @@ class Inspection:
         op_by_op: Sequence[StageName],
     ) -> None:
         self._journal = journal
-        self._devices = list(devices) if memory else None
+        self._devices = own_devices(devices) if memory else None
         self._memory: dict[StageName, list[CallMemory]] = {}
         self._op_by_op = op_by_op
         self._traces = {

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpuport.core.mesh.mesh_arrays import readable
+
 #: What upstream may ask of a tensor without reading the numbers.
 _ABOUT = frozenset(
     getattr(torch.Tensor, name).__get__
@@ -306,6 +308,8 @@ class DeviceTensor(torch.Tensor):
             self._asked,
             weakref.ref(self),
         )
+
+        array = readable(array)  # by all processes now: one alone may ask later
 
         def numbers() -> torch.Tensor | None:
             wanted = always or asked or held() is not None

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.mesh_arrays import readable, to_mesh
 from tpuport.core.programs.jax_cache import cache_hits, lowered, persistent_cache
 from tpuport.core.programs.program_key import WHOLE, module_key
 from tpuport.core.reports import CompileReport
@@ -82,7 +83,7 @@ class Devices:
 
     def read(self, array: Any) -> torch.Tensor:
         """The numbers of an array, on the host."""
-        return to_torch(array)
+        return to_torch(readable(array))
 
     def moved(self, array: Any, sharding: Any) -> Any:
         """The array where it is wanted."""
@@ -166,7 +167,8 @@ class Devices:
                 copied = array.copy()
             else:
                 copied = np.pad(array, _widths(array.shape, place.shape))
-            return jax.device_put(copied, place.sharding)
+            put: jax.Array = to_mesh(copied, place.sharding)
+            return put
         except OverflowError as error:
             raise UsageError(
                 f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "

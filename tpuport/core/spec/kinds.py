@@ -130,6 +130,21 @@ def number(value: Any) -> float:
     return float(value)
 
 
+def number_from_0(value: Any) -> int:
+    """A whole number from 0 on."""
+    if integer(value) < 0:
+        raise ValueError("is negative")
+    return value
+
+
+def address(value: Any) -> tuple[str, int]:
+    """A host and a port."""
+    host, colon, port = text(value).rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError("is no HOST:PORT, such as 10.0.0.1:8476")
+    return host, int(port)
+
+
 def flag(value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):

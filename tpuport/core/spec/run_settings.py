@@ -115,6 +115,7 @@ _SEVERAL = (kinds.texts, kinds.seeds, kinds.options, kinds.stages, kinds.loras)
 #: Kind -> what the parser of the command line makes of a text, where that is no text.
 _TAKES: dict[kinds.Kind, Any] = {
     kinds.positive: int,
+    kinds.number_from_0: int,
     kinds.number: float,
     kinds.flag: bool,
     **dict.fromkeys(_SEVERAL, list[str]),
@@ -309,14 +310,14 @@ class RunSettings:
     mesh: MeshSpec | None = how(
         kinds.mesh,
         "--mesh MESH",
-        "Devices to split batches (dp), tokens (sp) and weights (tp) over, such as "
-        "dp=2,tp=4. (default: one CPU, or all chips)",
+        "Split batches (dp), tokens (sp), weights (tp): dp=2,tp=4. "
+        "(default: one CPU, or all chips)",
         commands="GENDCB",
     )
     dtype: Dtype | None = how(
         kinds.dtype,
         "--dtype NAME",
-        "Weights in float32 or bfloat16. (default: float32 on CPUs)",
+        "float32 or bfloat16. (default: float32 on CPUs)",
     )
     attention: AttentionChoice = how(
         kinds.attention,
@@ -351,7 +352,7 @@ class RunSettings:
     vae_tiling: Tiling | None = how(
         kinds.tiling,
         "--vae-tiling on|off",
-        "Decode in tiles: less memory, other seams. (default: upstream's own)",
+        "Decode in tiles: less memory, other seams.",
         commands="GEDPC",
     )
     encode_on: Place = how(

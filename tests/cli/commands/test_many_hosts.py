@@ -1,0 +1,167 @@
+"""One model over processes, started as a user starts them; each has devices of its own.
+
+Tests with ``generate`` start processes that import torch and compile: 10 to 40 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cli.tools import Cli, example
+from tests.processes import Once
+
+ASKED = (
+    *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5"),
+    *("--mesh", "dp=2,sp=2"),
+)
+
+
+class Processes:
+    """``tpuport ARGS`` on some processes with four devices in all.
+
+    Args:
+        each: what one process alone is told, by its number.
+        start: how many are started; all of ``count`` by default.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *args: str | Path,
+        each: Sequence[Sequence[str]] = (),
+        start: int | None = None,
+        wait: str = "50",
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        devices = f"--xla_force_host_platform_device_count={4 // count}"
+        flags = f"{os.environ['XLA_FLAGS']} {devices}"
+        self.running = [
+            subprocess.Popen(
+                (
+                    *(sys.executable, "-m", "tpuport", *map(str, args)),
+                    *("--coordinator", f"127.0.0.1:{port}"),
+                    *("--num-processes", str(count), "--process-id", str(number)),
+                    *(each[number] if each else ()),
+                ),
+                env=os.environ | {"XLA_FLAGS": flags, "TPUPORT_HOSTS_WAIT": wait},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(count if start is None else start)
+        ]
+
+    def ended(self) -> list[tuple[int, str, str]]:
+        """Of each process its exit code, stdout and stderr."""
+        said = [one.communicate(timeout=600) for one in self.running]
+        codes = [one.returncode for one in self.running]
+        return [(code, *text) for code, text in zip(codes, said, strict=True)]
+
+
+def frames(video: str) -> str:
+    """The hash of a video's frames, as the sidecar has it."""
+    digest = json.loads(Path(f"{video}.json").read_text())["frames_sha256"]
+    assert isinstance(digest, str)
+    return digest
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("CogVideoXPipeline", 2),
+        ("HunyuanVideo15Pipeline", 2),
+        # No plugin; the default run has this pipeline in the test of a kill.
+        pytest.param("LTXPipeline", 2, marks=pytest.mark.sweep),
+        pytest.param("CogVideoXPipeline", 4, marks=pytest.mark.sweep),
+    ],
+)
+def test_any_number_of_processes_makes_the_same_bytes(
+    cli: Cli, once: Once, name: str, count: int
+) -> None:
+    what: tuple[str | Path, ...] = ("--weights", example(once, name), *ASKED)
+    what = (*what, "--steps", "2")
+    if name == "LTXPipeline":
+        what = (*what, "--size", "64x32")
+    cli.good("generate", *what, "--out", "one.mp4")
+    cli("runs", "clean", "--all")
+    ended = Processes(count, "generate", *what, "--out", "many.mp4", "--json").ended()
+    for code, _, err in ended:
+        assert code == 0, err
+    first, *others = ended
+    assert json.loads(first[1])["mesh"] == "dp=2,sp=2,tp=1"
+    assert others == [(0, "", "")] * (count - 1)
+    assert frames("many.mp4") == frames("one.mp4")
+
+
+def test_after_a_kill_the_others_end_and_the_run_goes_on_with_one(
+    cli: Cli, once: Once
+) -> None:
+    folder = example(once, "LTXPipeline")
+    what = ("--weights", folder, *ASKED, "--size", "64x32", "--steps", "60")
+    many = Processes(
+        *(2, "generate", *what, "--run-dir", "run", "--checkpoint-every", "1"),
+        *("--out", "many.mp4"),
+    )
+    until = time.monotonic() + 600
+    while not list(Path("run").glob("video-0/steps-*")) and time.monotonic() < until:
+        assert many.running[0].poll() is None
+        time.sleep(0.01)
+    many.running[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    (code, _, err), _ = many.ended()
+    assert time.monotonic() - began < 60
+    assert code == 1
+    assert f"error: process 1 ({socket.gethostname()}) died\n" in err
+    assert "tpuport resume run" in err
+    assert not list(Path().glob("*many*"))
+    cli.good("resume", "run", "--out", "many.mp4")
+    cli.good("generate", *what, "--out", "one.mp4")
+    assert frames("many.mp4") == frames("one.mp4")
+
+
+def test_settings_that_differ_end_all_before_anything_is_read(cli: Cli) -> None:
+    each = (("--steps", "2"), ("--steps", "3"))
+    ended = Processes(2, "generate", "--prompt", "a fox", each=each).ended()
+    for code, out, err in ended:
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        host = socket.gethostname()
+        assert f"process 1 ({host}): --steps is 3, and 2 on process 0 ({host})" in err
+
+
+def test_a_process_that_never_comes_ends_the_others(cli: Cli) -> None:
+    many = Processes(2, "generate", "--prompt", "a fox", start=1, wait="2")
+    ((code, _, err),) = many.ended()
+    assert code == 1
+    assert err.startswith("error: process 1 of 2 did not come within 2 s")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--coordinator", "here"), "is no HOST:PORT"),
+        (("--coordinator", "here:1"), "--num-processes and --process-id missing"),
+        (("--distributed",), "--distributed: this is no Cloud TPU"),
+        (
+            (
+                *("--coordinator", "here:1", "--num-processes", "2"),
+                *("--process-id", "2"),
+            ),
+            "have the numbers 0 to 1",
+        ),
+    ],
+)
+def test_flags_that_do_not_say_where_a_process_is(
+    cli: Cli, args: tuple[str, ...], said: str
+) -> None:
+    cli.refused(said, "generate", "--prompt", "a fox", *args)

@@ -1,0 +1,93 @@
+"""Processes of a run meet, agree, and hear of one that is lost."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+PROCESS = """
+import os, sys, time
+from tpuport.core.mesh.hosts import Address, HostError, Hosts
+port, count, number = map(int, sys.argv[1:4])
+says, does = sys.argv[4:]
+try:
+    hosts = Hosts(Address(("127.0.0.1", port), count, number), {"steps": says}, 8)
+    data = hosts.told(lambda: b"a run" * 10**6)
+    if does == "dies":
+        os.kill(os.getpid(), 9)
+    if does == "fails":
+        hosts.failed("no room")
+        os._exit(3)
+    while does == "waits":
+        time.sleep(0.02)
+        hosts.check()
+    hosts.over()
+    hosts.close()
+    print(len(data))
+except HostError as error:
+    print(error, flush=True)
+    os._exit(1)
+"""
+
+
+def ran(says: Sequence[str], does: Sequence[str], count: int = 3) -> list[str]:
+    """What each process printed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *map(str, (port, count, at)), *told],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for at, told in enumerate(zip(says, does, strict=True))
+    ]
+    return [process.communicate(timeout=120)[0].strip() for process in started]
+
+
+def test_processes_meet_and_all_have_what_the_first_one_makes() -> None:
+    assert ran("888", ["ends"] * 3) == ["5000000"] * 3
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_all_hear_of_a_process_that_died(number: int) -> None:
+    does = ["waits"] * 3
+    does[number] = "dies"
+    said = ran("888", does)
+    host = socket.gethostname()
+    assert said.pop(number) == ""
+    assert said == [f"process {number} ({host}) died"] * 2
+
+
+def test_all_hear_why_a_process_ended() -> None:
+    said = ran("888", ["waits", "fails", "waits"])
+    host = socket.gethostname()
+    assert said == [f"process 1 ({host}) ended: no room", "", said[0]]
+
+
+def test_all_hear_what_differs_and_where() -> None:
+    said = ran("898", ["waits"] * 3)
+    assert said == [said[0]] * 3
+    assert said[0].startswith(f"process 1 ({socket.gethostname()}): steps is 9, and 8 ")
+
+
+def test_all_hear_who_did_not_come() -> None:
+    said = ran("88", ["waits"] * 2)
+    assert said == [said[0]] * 2
+    assert said[0].startswith("process 2 of 3 did not come within 8 s")
+
+
+def test_the_others_hear_that_the_first_process_did_not_come() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, str(port), "2", "1", "8", "waits"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"process 0 at 127.0.0.1:{port} did not come within 8 s" in done.stdout
