@@ -6,6 +6,7 @@ motion of each by the path of its middle, its area, and how its outline changes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +29,15 @@ class Seen:
     motion: str
 
 
-def judge(video: np.ndarray) -> list[Seen]:
+def judge(
+    video: np.ndarray, colours: Mapping[str, tuple[int, int, int]] = COLOURS
+) -> list[Seen]:
     """The shapes of a video [frames, height, width, 3] of bytes, largest first."""
     pixels = video.astype(np.int32)
     edge = np.concatenate([pixels[:, :3].reshape(-1, 3), pixels[:, -3:].reshape(-1, 3)])
     background = np.median(edge, axis=0)
     in_front = np.abs(pixels - background).max(-1) > _IN_FRONT
-    palette = np.array(list(COLOURS.values()))
+    palette = np.array(list(colours.values()))
     distance = np.square(pixels[..., None, :] - palette).sum(-1)
     nearest = np.where(in_front, distance.argmin(-1), -1)
     counts = np.array([(nearest == n).sum() for n in range(len(palette))])
@@ -42,7 +45,7 @@ def judge(video: np.ndarray) -> list[Seen]:
     for n in np.argsort(-counts):
         if counts[n] < max(_SHARE * counts.sum(), 40):
             break
-        found.append(Seen(list(COLOURS)[n], motion(nearest == n)))
+        found.append(Seen(list(colours)[n], motion(nearest == n)))
     return found
 
 

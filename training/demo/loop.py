@@ -86,11 +86,12 @@ def train(
         return value.detach()
 
     recorded = _Recorded(slopes, weights)
-    total = torch.zeros((), device=device())
+    total, counted = torch.zeros((), device=device()), 0
     began = kept = time.monotonic()
     for step in range(first, recipe.steps):
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
         total += recorded(draw(step, generator))
+        counted += 1
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate * _share(step, recipe)
@@ -99,11 +100,12 @@ def train(
         with torch.no_grad():
             torch._foreach_lerp_(means, weights, 1 - share)
         if step % _SHOWN == _SHOWN - 1:
-            mean = float(total) / _SHOWN
+            mean = float(total) / counted
             each = (time.monotonic() - began) / (step - first + 1)
             print(f"step {step + 1} loss {mean:.5f} {each * 1000:.0f} ms", flush=True)
             if not math.isfinite(mean):
                 raise ValueError(f"the mean loss of steps up to {step} is {mean}")
+            counted = 0
             total.zero_()
         if time.monotonic() - kept > _KEEP or step == recipe.steps - 1:
             _keep(checkpoint, step + 1, weights, means, optimizers)

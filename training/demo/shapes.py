@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,8 @@ COLOURS = {
     "pink": (250, 135, 190),
     "cyan": (45, 200, 220),
 }
+#: What the model does not know, and a LoRA teaches.
+NEW_COLOURS = {"lime": (165, 235, 30)}
 BACKGROUNDS = {
     "black": (12, 12, 12),
     "white": (245, 245, 245),
@@ -141,7 +143,7 @@ class Scene:
                 )
                 for px, py in OUTLINES[one.shape]
             ]
-            pen.polygon(corners, fill=COLOURS[one.colour])
+            pen.polygon(corners, fill=(COLOURS | NEW_COLOURS)[one.colour])
         return np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX))
 
 
@@ -235,7 +237,13 @@ OUTLINES: dict[str, list[tuple[float, float]]] = {
 }  # fmt: skip
 
 
-def scenes(seed: int, *, held_out: bool = False, two: float = 0.35) -> Iterator[Scene]:
+def scenes(
+    seed: int,
+    *,
+    held_out: bool = False,
+    two: float = 0.35,
+    colours: Iterable[str] = COLOURS,
+) -> Iterator[Scene]:
     """Scenes without end.
 
     Args:
@@ -243,11 +251,12 @@ def scenes(seed: int, *, held_out: bool = False, two: float = 0.35) -> Iterator[
         held_out: scenes of one shape in a combination that training never sees; else
             scenes without any such combination.
         two: share of scenes with two shapes, of those for training.
+        colours: of the shapes.
     """
-    draw = random.Random(seed)
+    draw, colours = random.Random(seed), list(colours)
     while True:
         count = 1 if held_out or draw.random() >= two else 2
-        colours = draw.sample(list(COLOURS), count)
+        chosen = draw.sample(colours, count)
         shapes = tuple(
             Moving(
                 shape=draw.choice(list(SHAPES)),
@@ -255,7 +264,7 @@ def scenes(seed: int, *, held_out: bool = False, two: float = 0.35) -> Iterator[
                 size=draw.choice(list(SIZES)),
                 motion=draw.choice(list(MOTIONS)),
             )
-            for colour in colours
+            for colour in chosen
         )
         # A circle that spins looks still.
         if any(one.shape == "circle" and one.motion == "spin" for one in shapes):
