@@ -20,6 +20,8 @@ from training.demo.loop import device
 from training.demo.model import loaded
 from training.demo.shapes import FRAMES, SIDE, Scene, scenes
 
+#: Upstream's default.
+GUIDANCE = 6.0
 _AT_ONCE = 25
 
 
@@ -45,7 +47,7 @@ def shown(
     pipe: CogVideoXPipeline,
     texts: Sequence[str],
     steps: int,
-    guidance: float,
+    guidance: float = GUIDANCE,
     seed: int = 0,
 ) -> list[np.ndarray]:
     """A video [frames, height, width, 3] of bytes for each text."""
@@ -79,7 +81,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--captions", type=int, default=200)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--guidance", type=float, default=6.0)
+    parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--sheet", type=Path, help="a picture of eight of the videos")
     given = parser.parse_args()
     pipe = loaded(given.folder).to(device())

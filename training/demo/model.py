@@ -67,7 +67,7 @@ _SCHEDULER = {
     "timestep_spacing": "trailing",
     "clip_sample": False,
     "set_alpha_to_one": True,
-    "snr_shift_scale": 3.0,
+    "snr_shift_scale": 6.0,
 }
 
 
