@@ -68,7 +68,7 @@ MOTIONS = {
     ),
 }
 #: Radius in pixels of each size, and the words for a size; the middle one has none.
-SIZES = {"small": 12, "": 17, "large": 22}
+SIZES = {"small": 17, "": 22, "large": 27}
 _SIZE_WORDS = {
     "small": ("small", "little", "tiny"),
     "": ("",),
