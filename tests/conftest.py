@@ -110,13 +110,13 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 
 @pytest.fixture(scope="session")
-def demo_folder(once: Once) -> Path:
-    """The demo checkpoint, made once. Tests that alter it work on a copy."""
-    from tpuport.core.pipelines.stand_in import write_random
+def demo_folder() -> Path:
+    """The demo checkpoint of the package. Tests that alter it work on a copy."""
     from tpuport.plugins import folder_of, get_model
 
-    configs = get_model("cogvideox").variants["demo"].read(folder_of("cogvideox"))
-    return once("demo", lambda folder: write_random(folder, configs))
+    found = get_model("cogvideox").variants["demo"].folder(folder_of("cogvideox"))
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
     )
     for name, one in plugin.model.variants.items():
         file = plugin.file.parent / one.configs
-        if one.configs and not file.is_file():
+        if one.configs and not file.exists():
             raise PluginError(
                 f"{where} ({entry_point.value}): variants[{name!r}]: there is no file "
                 f"{file}; ship the file as package data, or uninstall the plugin"

@@ -84,15 +84,23 @@ def resolved(
         return replace(settings, model=None)
     name, published = _variant(settings, plugin)
     settings = _with_defaults(settings, plugin, published)
-    source: str | Path | None = settings.weights
+    source = settings.weights
     if source is None:
-        source = published.repo
-        if not weights and published.configs:
-            source = _made(settings, plugin.name, name, published, "configs")
-        elif not published.repo:
-            source = _made(settings, plugin.name, name, published, DEMO)
+        source = _source(settings, plugin.name, name, published, weights=weights)
     say(f"{plugin.name} {name}: {source}")
     return replace(settings, model=None, variant=None, weights=source)
+
+
+def _source(
+    settings: Settings, model: str, variant: str, published: Published, *, weights: bool
+) -> str | Path:
+    """Where a variant lies: in the package, in the cache, or at the hub."""
+    if published.configs:
+        if shipped := published.folder(folder_of(model)):
+            return shipped
+        if not weights:
+            return _made(settings, model, variant, published, "configs")
+    return published.repo or _made(settings, model, variant, published, DEMO)
 
 
 def _made(

@@ -12,9 +12,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import dataclasses
-import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,10 @@ import diffusers
 import torch
 
 from tpuport import targets
-from tpuport.core.pipelines.stand_in import write_random
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import port_module
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.models.cogvideox.plugin import VARIANTS
+from tpuport.models.cogvideox import plugin
 
 CONVOLUTION, RESIZE = "convolution", "upsample_nearest1d"
 NORM = "cogvideox-norm-at-latent-size"
@@ -58,10 +55,8 @@ def without(vae: Any, names: tuple[str, ...]) -> Any:
 @torch.no_grad()
 def main() -> None:
     """Time the variants in turns; medians of five, ratios to diffusers."""
-    with tempfile.TemporaryDirectory() as folder:
-        configs = json.loads(Path(VARIANTS["demo"].configs).read_text())
-        write_random(Path(folder), configs)
-        vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(f"{folder}/vae").eval()
+    folder = Path(plugin.__file__).with_name(str(plugin.VARIANTS["demo"].configs))
+    vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(folder / "vae").eval()
     run = {"diffusers": vae} | {w: without(vae, n) for w, n in VARIANTS_OF.items()}
     z = torch.randn(1, 16, 2, 32, 48, generator=torch.Generator().manual_seed(0))
     times: dict[str, list[float]] = {name: [] for name in run}

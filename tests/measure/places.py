@@ -40,7 +40,7 @@ class Place:
     """Where a trial is.
 
     Attributes:
-        base: a cache with the demo and its programs, the runs ``encoded`` and
+        base: a cache with the demo's programs, the runs ``encoded`` and
             ``denoised``, and videos with their sidecars. A trial only reads there.
         folder: of the trial, empty at its beginning and the current one.
     """
@@ -65,19 +65,12 @@ class Place:
 
     @property
     def cache(self) -> Path:
-        """A cache with the demo and programs of ``base``, and runs of its own."""
+        """A cache with the programs of ``base``, and runs of its own."""
         cache = self.folder / "shared"
         if not cache.exists():
             cache.mkdir()
-            for name in ("demo", "compiled"):
-                (cache / name).symlink_to(self.base / "cache" / name)
+            (cache / "compiled").symlink_to(self.base / "cache/compiled")
         return cache
-
-    @property
-    def demo(self) -> Path:
-        """The folder of the demo's weights."""
-        (found,) = (self.base / "cache" / "demo").iterdir()
-        return found
 
     def prepare(self) -> None:
         """Make what trials start from."""

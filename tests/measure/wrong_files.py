@@ -29,6 +29,7 @@ from tests.measure.places import (
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import keep_asked
 from tpuport.core.files.sealed_json import sidecar_path
+from tpuport.plugins import folder_of, get_model
 
 
 def _outcome(ran: Ran) -> str:
@@ -120,9 +121,9 @@ def _kept_run(place: Place, rng: random.Random) -> Trial:
 
 
 def _cache(place: Place, rng: random.Random) -> Trial:
-    """A damaged program is compiled again; a damaged demo is made again, or named."""
+    """A damaged program is compiled again, or named."""
     cache, video = place.own_cache(), place.folder / "fox.gif"
-    part = cache / rng.choice(("compiled", "demo"))
+    part = cache / "compiled"
     if rng.random() < 0.2:
         file = rng.choice([part, *(path for path in part.rglob("*") if path.is_dir())])
         shutil.rmtree(file)
@@ -142,8 +143,8 @@ def checkpoints(place: Place, rng: random.Random) -> Trial:
 
     Another value that may be, of a config or of a weight, makes another video.
     """
-    weights = Path(shutil.copytree(place.demo, place.folder / "weights"))
-    (weights / "tpuport-demo.json").unlink()
+    demo = get_model("cogvideox").variants["demo"].folder(folder_of("cogvideox"))
+    weights = Path(shutil.copytree(demo or "", place.folder / "weights"))
     edit = rng.choice((_config, _config, _tensor, _index, _any_file))
     what = edit(weights, rng)
     video = place.folder / "fox.gif"

@@ -205,7 +205,7 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
     module = CogVideoXTransformer3DModel(**config).eval()
     # Legend: 4 latent frames of 8 x 12, in patches of 2 x 2; 16 channels.
     cos, sin = get_3d_rotary_pos_embed(
-        embed_dim=16,
+        embed_dim=32,
         crops_coords=None,
         grid_size=(4, 6),
         temporal_size=4,
@@ -214,7 +214,7 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
     )
     inputs = {
         "hidden_states": torch.randn(1, 4, 16, 8, 12),
-        "encoder_hidden_states": torch.randn(1, 226, 64),
+        "encoder_hidden_states": torch.randn(1, 226, 96),
         "timestep": torch.tensor([500]),
     }
     with torch.no_grad():

@@ -159,10 +159,12 @@ class Published:
     """A published checkpoint.
 
     Attributes:
-        repo: the hub id; empty for a small one that is made with random weights.
+        repo: the hub id; empty for a small one that needs no hub.
         configs: a JSON file: ``model_index`` and the config of each component, as the
-            checkpoint has them. A relative name is of a file beside the plugin's
-            module. ``plan`` and ``compile`` need no network then.
+            checkpoint has them; without a hub id its weights are random. Or a folder
+            in the layout of ``save_pretrained``, whose weights the package has. A
+            relative name is of what lies beside the plugin's module. ``plan`` and
+            ``compile`` need no network then.
         title: for people.
         defaults: keywords of upstream's call, such as ``num_frames``, which the
             checkpoint is published with and upstream's own defaults are not.
@@ -188,14 +190,31 @@ class Published:
         Raises:
             PluginError: there is no such file, or it is no JSON object.
         """
-        file = beside / self.configs
-        try:
-            found = json.loads(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise PluginError(f"{file}: {error}") from error
-        if not isinstance(found, dict) or "model_index" not in found:
-            raise PluginError(f"{file} is no JSON object with a model_index")
+        place = beside / self.configs
+        if place.is_dir():
+            files = {"model_index": place / "model_index.json"}
+            for name in ("config.json", "scheduler_config.json"):
+                files |= {file.parent.name: file for file in place.glob(f"*/{name}")}
+            return {name: _object(file) for name, file in files.items()}
+        found = _object(place)
+        if "model_index" not in found:
+            raise PluginError(f"{place} is no JSON object with a model_index")
         return found
+
+    def folder(self, beside: Path) -> Path | None:
+        """The folder with configs and weights, where the package has one."""
+        place = beside / self.configs
+        return place if self.configs and place.is_dir() else None
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise PluginError(f"{file}: {error}") from error
+    if not isinstance(found, dict):
+        raise PluginError(f"{file} is no JSON object with a model_index")
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ CONFIGS = Path(__file__).with_name("configs")
 
 _1_0 = {"height": 480, "width": 720, "num_frames": 49, "fps": 8}
 _1_5 = {"height": 768, "width": 1360, "num_frames": 81, "fps": 16}
-_DEMO = {"height": 128, "width": 192, "num_frames": 17, "fps": 8}
+_DEMO = {"height": 128, "width": 128, "num_frames": 17, "fps": 8}
 #: The sampler that the model cards of all but 2b ask for.
 _DPM = {"scheduler": "dpm", "use_dynamic_cfg": True}
 
@@ -27,17 +27,15 @@ def _variant(name: str, title: str, **defaults: Any) -> Published:
 
 
 VARIANTS = {
-    "demo": _variant(
-        "demo",
-        "a small one with random weights, made on first use",
-        **_DEMO,
-        **_DPM,
-        num_inference_steps=8,
+    "demo": Published(
+        configs="demo",
+        title="a small one of moving shapes, in the package",
+        defaults={**_DEMO, **_DPM, "num_inference_steps": 12},
     ),
     "demo-i2v": _variant(
         "demo-i2v",
-        "the same for image to video",
-        **_DEMO,
+        "image to video, with random weights, made on first use",
+        **{**_DEMO, "width": 192},
         **_DPM,
         num_inference_steps=8,
     ),

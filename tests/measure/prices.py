@@ -1,0 +1,81 @@
+"""What step caches and bfloat16 cost on the demo, which shows what it is asked for.
+
+    python -m tests.measure.prices [--captions 50] [--steps 50]
+
+Held-out captions, each with its seed, by upstream's own code on the CPU. PSNR and SSIM
+are against the exact videos in float32; the judge says how many videos have the colour
+and the motion that was asked for (``training/demo/judge.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.cli.shown.tables import columns
+from tpuport.core.drive.driving import driving
+from tpuport.core.drive.step_caches import step_caches
+from tpuport.core.enums import Backend
+from tpuport.core.files.quality import compare
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.journal import Journal
+from tpuport.core.spec.step_cache import StepCache
+from tpuport.plugins import folder_of, get_model
+from training.demo.evaluate import asked, right, shown
+from training.demo.model import loaded
+
+CACHES = [
+    None,
+    StepCache(method="deepcache"),
+    *(StepCache(method="taylorseer", order=order) for order in (1, 2)),
+]
+
+
+def videos(
+    pipeline: Any, cache: StepCache | None, texts: Sequence[str], steps: int
+) -> list[np.ndarray]:
+    """A video of bytes for each text, [frames, height, width, 3]."""
+    found = []
+    for number, text in enumerate(texts):
+        with contextlib.ExitStack() as stack:
+            if cache is not None:
+                drive = driving(pipeline, Journal(Reporter()), Backend.DIFFUSERS)
+                caches = step_caches(pipeline, cache)
+                stack.enter_context(drive).caches = caches
+            found += shown(pipeline, [text], steps, seed=number)
+    return found
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--captions", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50)
+    given = parser.parse_args()
+    folder = get_model("cogvideox").variants["demo"].folder(folder_of("cogvideox"))
+    assert folder is not None
+    wanted, texts = asked(given.captions)
+    rows = [["", "PSNR", "SSIM", "colour", "motion"]]
+    exact: np.ndarray | None = None
+    for dtype in (torch.float32, torch.bfloat16):
+        pipeline = loaded(folder).to(dtype=dtype)
+        pipeline.set_progress_bar_config(disable=True)
+        for cache in CACHES:
+            made = videos(pipeline, cache, texts, given.steps)
+            shares = [f"{share:.0%}" for share in right(wanted, made)]
+            whole = np.stack(made) / 255.0
+            exact = whole if exact is None else exact
+            found = compare(whole, exact)
+            near = "-" if found["psnr"] is None else f"{found['psnr']:.1f} dB"
+            name = f"{cache or 'exact'}, {str(dtype).removeprefix('torch.')}"
+            rows.append([name, near, f"{found['ssim']:.3f}", *shares])
+            print(*columns(rows), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Scripts that trained what the package ships; never installed."""

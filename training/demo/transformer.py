@@ -1,0 +1,161 @@
+"""Train the demo's transformer and text encoder, after the autoencoder.
+
+``python -m training.demo.transformer --out runs/demo``
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline
+from torch.nn import functional
+
+from training.demo.loop import Drawn, Recipe, device, train
+from training.demo.model import TOKENS, new_pipeline, tokens
+from training.demo.shapes import SIDE, Scene, scenes
+from training.demo.vae import encoded, fast_convolutions, videos
+
+#: Scenes whose latents are made once and drawn from; their captions vary.
+_SCENES = 12000
+#: Of all captions, those that training leaves out, for guidance.
+_EMPTY = 0.1
+#: More than the longest caption has.
+_FEW = 32
+_PRODUCTS = r".*\.(attn1|ff|SelfAttention|DenseReluDense)\..*[^s]\.weight"
+
+
+def train_transformer(out: Path, steps: int) -> None:
+    """Write the whole pipeline to ``out/pipeline``, trained on random scenes."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLCogVideoX.from_pretrained(out / "vae").to(device())
+    pipe = new_pipeline(vae)
+    pipe.text_encoder.to(device()).train()
+    pipe.transformer.to(device()).train()
+    known = list(islice(scenes(seed=3), _SCENES))
+    made = Denoising(pipe, known, latents_of(vae, known, out / "latents.pt"))
+    recipe = Recipe(steps, rate=8e-4, mean=0.9995, half=True, products=_PRODUCTS)
+    trained = [pipe.transformer, pipe.text_encoder]
+    train(trained, made.draw, made.loss, recipe, out / "transformer.pt")
+    for module in (*trained, vae):
+        module.eval().half()
+    vae.register_to_config(_name_or_path="")  # which is of this machine
+    pipe.save_pretrained(out / "pipeline")
+
+
+class Denoising:
+    """What a step of training is given, and its loss.
+
+    Attributes:
+        pipe: its text encoder, transformer and scheduler are used.
+        known: scenes.
+        latents: of the scenes, [scenes, frames, channels, height, width].
+        batch: videos of a step.
+    """
+
+    def __init__(
+        self,
+        pipe: CogVideoXPipeline,
+        known: Sequence[Scene],
+        latents: torch.Tensor,
+        batch: int = 64,
+    ) -> None:
+        self.pipe, self.known, self.batch = pipe, known, batch
+        self.latents = latents.to(device())
+        self._rotary = pipe._prepare_rotary_positional_embeddings(
+            SIDE, SIDE, latents.shape[1], device()
+        )
+        self._transformer = pipe.transformer
+        if device().type == "cpu":
+            self._transformer = torch.compile(pipe.transformer, dynamic=False)
+            functional.scaled_dot_product_attention = _plain_attention  # type: ignore[assignment]
+
+    def draw(self, step: int, generator: torch.Generator) -> Drawn:
+        """Noisy latents, and the ids of captions, some of them empty for guidance.
+
+        Most steps have few text tokens; every eighth has all that a pipeline takes,
+        and fewer videos.
+        """
+        whole = step % 8 == 0
+        count = self.batch * 3 // 8 if whole else self.batch
+        chosen = torch.randint(len(self.known), (count,), generator=generator)
+        words = random.Random(int(torch.randint(2**31, (), generator=generator)))
+        texts = [
+            "" if words.random() < _EMPTY else self.known[n].caption(words)
+            for n in chosen
+        ]
+        wanted = self.latents[chosen.to(self.latents.device)].float()
+        times = torch.randint(1000, (count,), generator=generator).to(device())
+        noise = torch.randn(wanted.shape, generator=generator).to(device())
+        scheduler = self.pipe.scheduler
+        ids = tokens(self.pipe, texts)[:, : TOKENS if whole else _FEW]
+        return {
+            "noisy": scheduler.add_noise(wanted, noise, times),
+            "target": scheduler.get_velocity(wanted, noise, times),
+            "times": times,
+            "ids": ids.to(device()),
+        }
+
+    def loss(
+        self,
+        noisy: torch.Tensor,
+        target: torch.Tensor,
+        times: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """The mean squared error of the velocity."""
+        made = self._transformer(
+            hidden_states=noisy,
+            encoder_hidden_states=self.pipe.text_encoder(ids)[0],
+            timestep=times,
+            image_rotary_emb=self._rotary,
+            return_dict=False,
+        )[0]
+        return (made.float() - target).square().mean()
+
+
+def latents_of(
+    vae: AutoencoderKLCogVideoX, known: Sequence[Scene], file: Path
+) -> torch.Tensor:
+    """Latents [scenes, frames, channels, height, width], made once and kept."""
+    if file.exists():
+        return torch.load(file, weights_only=True)
+    parts = []
+    for start in range(0, len(known), 1000):
+        some = videos(known[start : start + 1000])
+        parts += [encoded(vae, few) for few in some.split(20)]
+    made = torch.cat(parts)
+    torch.save(made, file)
+    return made
+
+
+def _plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **_: object,
+) -> torch.Tensor:
+    """Attention by two products; backwards, torch's own takes twice the time."""
+    scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=5000)
+    given = parser.parse_args()
+    if device().type == "cpu":
+        fast_convolutions()
+    else:
+        torch.set_float32_matmul_precision("high")
+    train_transformer(given.out, given.steps)
+
+
+if __name__ == "__main__":
+    main()
