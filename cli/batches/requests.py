@@ -57,7 +57,8 @@ class Request:
         """The videos, each a file or a folder of PNGs."""
         assert self.settings.out is not None
         count = max(len(self.settings.prompt), 1) * len(self.settings.seed)
-        return numbered(*output_of(self.settings.out), count)
+        place, kind = output_of(self.settings.out)
+        return [Path(str(one)) for one in numbered(place, kind, count)]
 
 
 def read_requests(
