@@ -54,7 +54,7 @@ def test_make_demo_leaves_a_playable_video(tmp_path: Path, cache_dir: Path) -> N
     asked = ("demo", f"VENV={sys.prefix}", f"DEMO_OUT={out}", "-o", stamp)
     done = make(*asked, TPUPORT_CACHE_DIR=str(cache_dir))
     assert done.returncode == 0, done.stderr
-    assert iio.imread(out).shape == (17, 128, 192, 3)
+    assert iio.imread(out).shape == (17, 128, 128, 3)
 
 
 def test_make_test_runs_lint_types_and_tests() -> None:
@@ -78,7 +78,7 @@ def test_the_commands_run_in_order(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (command, done.stderr)
     made = {p.name for p in tmp_path.iterdir()}
-    assert {"fox.gif", "fox.gif.json", "fox", "fox.mp4", "fox.mp4.json"} <= made
+    assert {"circle.gif", "circle.gif.json", "fox", "fox.mp4", "fox.mp4.json"} <= made
 
 
 def test_the_python_example_runs(

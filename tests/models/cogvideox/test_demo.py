@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
-from diffusers import CogVideoXPipeline
 from safetensors import safe_open
 
 import tpuport
-from training.demo.evaluate import asked, right
-from training.demo.shapes import FRAMES, SIDE
+from training.demo.evaluate import asked, right, shown
+from training.demo.judge import judge
+from training.demo.model import loaded
+from training.demo.shapes import COLOURS, NEW_COLOURS
+
+#: Trained by ``python -m training.demo.lora``.
+LIME = Path(__file__).with_name("lime.safetensors")
+WAYS = ("moves left", "moves right", "rises", "falls")
 
 
 def test_the_demo_is_small_and_stored_in_float16(demo_folder: Path) -> None:
@@ -19,5 +23,35 @@ def test_the_demo_is_small_and_stored_in_float16(demo_folder: Path) -> None:
     assert sum(file.stat().st_size for file in files) <= 8_000_000
     for file in demo_folder.rglob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+            names = list(tensors.keys())
+            kinds = {tensors.get_slice(name).get_dtype() for name in names}
         assert kinds == {"F16"}
+
+
+def videos(folder: Path, texts: list[str], **how: object) -> list[np.ndarray]:
+    with tpuport.ported(loaded(folder), **how) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        return shown(pipe, texts, steps=12)
+
+
+def test_sixteen_held_out_captions_are_obeyed(demo_folder: Path) -> None:
+    """Most of a minute: sixteen videos. docs/demo.md has the shares of 200 captions."""
+    wanted, texts = asked(16)
+    made = videos(demo_folder, texts)
+    colour, motion = right(wanted, made)
+    assert colour >= 0.75
+    assert motion >= 0.5
+    assert max(right([*wanted[1:], wanted[0]], made)) <= 0.25
+
+
+def test_a_lora_teaches_a_colour(demo_folder: Path) -> None:
+    """Half a minute: eight videos, four without the LoRA and four with it."""
+    palette = COLOURS | NEW_COLOURS
+    texts = [f"a large lime square {to} on a black background" for to in WAYS]
+
+    def limes(**how: object) -> int:
+        seen = [judge(video, palette) for video in videos(demo_folder, texts, **how)]
+        return sum(bool(shapes) and shapes[0].colour == "lime" for shapes in seen)
+
+    assert limes() <= 1
+    assert limes(lora=str(LIME)) >= 3
