@@ -277,11 +277,17 @@ def test_one_process_plans_for_several_chips(folder: Path, tmp_path: Path) -> No
 
 @needs_libtpu
 @pytest.mark.aot
-def test_a_picture_with_fewer_parts_than_devices_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slices", ["1", "2"])
+def test_a_picture_with_fewer_parts_than_devices_compiles(
+    tmp_path: Path, slices: str
+) -> None:
     # The compiler chooses places of results where a program does not say them.
     asked = ("--model", "cogvideox", "--size", "64x64", "--frames", "9")
-    done = plan(tmp_path, *asked, "--topology", "v6e-8", "--stage", "decode")
+    asked += ("--topology", "v6e-8", "--stage", "decode", "--slices", slices, "--json")
+    done = plan(tmp_path, *asked)
     assert done.returncode == 0, done.stderr[-3000:]
+    axes = {use["axis"] for use in json.loads(done.stdout)["collectives"]}
+    assert "slices" not in axes
 
 
 def test_slices_are_compared_by_a_line_each(

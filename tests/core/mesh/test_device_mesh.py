@@ -92,6 +92,7 @@ def test_libtpu_lists_devices_as_these_tests_do() -> None:
 
 _SLICES = """
 import json
+import numpy as np
 from tpuport.core.mesh.device_mesh import axes_within, build_mesh, on_one_slice
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.pictures import picture_of
@@ -114,8 +115,10 @@ def split(videos):
                         scales=frozenset({1}))
     parts = next(ways(pictures, [], list(mesh.devices.flat), True))
     found = parts.mesh(list(mesh.devices.flat))
-    return [[*found.devices.shape], [[d.slice_index for d in found.devices[v].flat]
-                                     for v in range(videos)]]
+    # Programs share weights, so all have one order of the devices.
+    assert [*found.devices.flat] == [*mesh.devices.flat]
+    by_video = np.moveaxis(found.devices, found.axis_names.index("videos"), 0)
+    return [dict(found.shape), [[d.slice_index for d in one.flat] for one in by_video]]
 
 whole = picture_of(mesh, 16, 64)
 print(json.dumps({
@@ -140,10 +143,10 @@ def test_dp_goes_across_slices_and_all_else_stays_within() -> None:
     assert [place[0] for place in found["some"]] == [0, 0, 1, 1]
     # Each of four slices has all parts of the one video; of eight videos two are there.
     shape, (slices,) = found["one video"]
-    assert shape == [1, 1, 4, 4]
-    assert slices == [0, 1, 2, 3] * 4
+    assert shape == {"copies": 4, "videos": 1, "rows": 1, "columns": 4}
+    assert slices == [n // 4 for n in range(16)]
     shape, slices = found["eight"]
-    assert shape == [8, 1, 2, 1]
+    assert shape == {"copies": 1, "videos": 8, "rows": 1, "columns": 2}
     assert slices == [[n // 2] * 2 for n in range(8)]
     shape, places = found["picture"]
     assert shape == {"slices": 4, "videos": 1, "rows": 1, "columns": 4}

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from tpuport.core.mesh.device_mesh import by_slice, mesh_over
 from tpuport.core.mesh.mesh_spec import divisors
 from tpuport.core.mesh.spatial_split import (
-    AXES,
     COLUMNS,
     ROWS,
     Side,
@@ -153,12 +152,9 @@ class Parts:
         Copies are neighbours on one slice. Of several slices each has all parts of a
         picture, so copies are far apart.
         """
-        split, ordered = self.split, list(devices)
-        if len(by_slice(devices)) > 1:
-            each = len(ordered) // self.copies
-            ordered = [d for part in range(each) for d in devices[part::each]]
-        sizes = (split.videos, split.rows, split.columns, self.copies)
-        return mesh_over(ordered, dict(zip((*AXES, "copies"), sizes, strict=True)))
+        split, copies = self.split._asdict(), {"copies": self.copies}
+        several = len(by_slice(devices)) > 1
+        return mesh_over(devices, copies | split if several else split | copies)
 
 
 def ways(
