@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,7 +62,7 @@ class Stored:
         source: what the user named, for messages.
         file: the safetensors file.
         key: the tensor's name there.
-        mapped: the file's bytes.
+        mapped, descriptor: of the file.
         start: the first byte of the tensor.
         shape: in the file and in the module.
         written: the dtype in the file.
@@ -73,6 +75,7 @@ class Stored:
     file: Path
     key: str
     mapped: mmap.mmap = field(repr=False)
+    descriptor: int
     start: int
     shape: tuple[int, ...]
     written: torch.dtype
@@ -96,16 +99,17 @@ class Stored:
         count, size = int(np.prod(self.shape)), self.written.itemsize
         numbers = np.frombuffer(self.mapped, f"u{size}", count, self.start)
         given = numbers.reshape(self.shape)[index]
-        if given.flags.c_contiguous and given.size:  # these pages, and none after them
-            row = count * size // max(self.shape[:1] or (1,))
-            offset = row * (index[0].start or 0) if index else 0
-            self._advise(mmap.MADV_RANDOM, offset, given.nbytes)
-            self._advise(mmap.MADV_WILLNEED, offset, given.nbytes)
-        part = np.array(given)
+        if given.flags.c_contiguous and given.size:
+            part = np.empty(given.shape, given.dtype)
+            first, base = (a.__array_interface__["data"][0] for a in (given, numbers))
+            self._read_into(part, self.start + first - base)
+        else:
+            part = np.array(given)
+            # The pages stay in the system's cache; the process need not hold them.
+            first = self.start - self.start % mmap.PAGESIZE
+            end = self.start + count * size
+            self.mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
         self.bytes_read += part.nbytes
-        # The pages stay in the system's cache; the process need not hold them.
-        self._advise(mmap.MADV_NORMAL, 0, count * size)
-        self._advise(mmap.MADV_DONTNEED, 0, count * size)
         found = torch.from_numpy(part).view(self.written).to(self.dtype)
         if not all_finite(found):
             raise damaged(
@@ -115,11 +119,17 @@ class Stored:
             )
         return found
 
-    def _advise(self, advice: int, offset: int, size: int) -> None:
-        """Tell the system what becomes of some bytes of the tensor."""
-        start = self.start + offset
-        first = start - start % mmap.PAGESIZE
-        self.mapped.madvise(advice, first, start + size - first)
+    def _read_into(self, part: np.ndarray, place: int) -> None:
+        """Fill an array with the bytes from a place of the file on, and read no others.
+
+        A fault for each page of a map takes several times as long.
+        """
+        left = memoryview(part.reshape(-1).view(np.uint8))
+        while left:
+            count = os.preadv(self.descriptor, [left], place)
+            if not count:
+                raise damaged(f"{self.source}: {self.file} is cut short", "the folder")
+            left, place = left[count:], place + count
 
     def whole(self) -> torch.Tensor:
         """The tensor on the host; the same one at every call."""
@@ -225,8 +235,11 @@ class _File:
         # It checks the header, and that the file has what the header tells.
         self._opened: Any = safetensors.safe_open(file, **how)
         self._source, self._file = source, Path(file)
-        with self._file.open("rb") as stream:
-            self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._descriptor = os.open(self._file, os.O_RDONLY)
+        self._mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        weakref.finalize(self._mapped, os.close, self._descriptor)
+        if hasattr(os, "posix_fadvise"):  # the system reads nothing ahead
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         size = int.from_bytes(self._mapped[:8], "little")
         self._data = 8 + size
         self._header: dict[str, Any] = json.loads(self._mapped[8 : self._data])
@@ -254,6 +267,7 @@ class _File:
             file=self._file,
             key=key,
             mapped=self._mapped,
+            descriptor=self._descriptor,
             start=self._data + told["data_offsets"][0],
             shape=shape,
             written=written,
