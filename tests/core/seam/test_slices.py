@@ -8,7 +8,7 @@ import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from tpuport import targets
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.pipelines.stand_in import write_random
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.devices import Devices
@@ -27,6 +28,10 @@ from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.journal import Journal
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.stored_tensors import stored_in, unread
+from tpuport.plugins import folder_of, get_model
+
+if TYPE_CHECKING:  # conftest imports jax its own way, and processes import this file
+    from tests.conftest import Once
 
 #: Mesh, layout and dtype; the files have float32.
 CASES = (
@@ -49,6 +54,7 @@ placement.GATHERED_BYTES = 0
 assert len(jax.local_devices()) == 2
 assert len(jax.devices()) == 4
 print(json.dumps(placed(folders)))
+jax.distributed.shutdown()  # waits for the other process
 """
 
 
@@ -92,14 +98,21 @@ def _read(entry: Entry) -> tuple[int, int, int, dict[str, str]]:
     return read, held, sum(one.bytes_stored for one in stored), shards
 
 
+@pytest.fixture(scope="module")
+def cogvideox_folder(once: Once) -> Path:
+    """Eight heads and random weights in float32."""
+    configs = get_model("cogvideox").variants["demo-i2v"].read(folder_of("cogvideox"))
+    return once("demo-i2v", lambda folder: write_random(folder, configs))
+
+
 def test_each_process_reads_what_its_devices_hold(
-    demo_folder: Path, hunyuanvideo_folders: dict[str, Path]
+    cogvideox_folder: Path, hunyuanvideo_folders: dict[str, Path]
 ) -> None:
     """Two processes with two devices each, and one with all four.
 
     Takes long: two processes import everything.
     """
-    folders = [str(demo_folder), str(hunyuanvideo_folders["1.5"])]
+    folders = [str(cogvideox_folder), str(hunyuanvideo_folders["1.5"])]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
@@ -122,16 +135,16 @@ def test_each_process_reads_what_its_devices_hold(
     share = {what: processes[0][what][0] / alone[what][2] for what in alone}
     assert share["0 tp=4 transformer"] < 0.6
     assert share["0 tp=4 text_encoder"] < 0.6
-    assert share["0 sp=4 transformer"] < 0.8
+    assert share["0 sp=4 transformer"] < 0.9  # norms and biases are not split
     # Halves along dp hold the same: each process has one row of the mesh.
     assert math.isclose(share["0 dp=2,tp=2 transformer"], 1)
 
 
-def test_a_weight_has_its_dtype_before_it_is_read(demo_folder: Path) -> None:
+def test_a_weight_has_its_dtype_before_it_is_read(cogvideox_folder: Path) -> None:
     """Nothing of a component is read by a load, and its numbers are upstream's."""
-    folder = PipelineFolder.find(str(demo_folder), Reporter())
+    folder = PipelineFolder.find(str(cogvideox_folder), Reporter())
     expected = folder.component_class("transformer").from_pretrained(
-        demo_folder / "transformer", torch_dtype=torch.bfloat16
+        cogvideox_folder / "transformer", torch_dtype=torch.bfloat16
     )
     found = folder.load_component("transformer", torch.bfloat16)
     stored = stored_in(found.parameters())
@@ -144,18 +157,20 @@ def test_a_weight_has_its_dtype_before_it_is_read(demo_folder: Path) -> None:
     assert all(one.bytes_read == one.bytes_stored for one in stored)
 
 
-def test_what_upstream_loads_by_itself_is_read_by_upstream(demo_folder: Path) -> None:
+def test_what_upstream_loads_by_itself_is_read_by_upstream(
+    cogvideox_folder: Path,
+) -> None:
     with unread("x"):
         pass
     from transformers import T5EncoderModel
 
-    found = T5EncoderModel.from_pretrained(demo_folder / "text_encoder")
+    found = T5EncoderModel.from_pretrained(cogvideox_folder / "text_encoder")
     assert not stored_in(found.parameters())
 
 
-def test_numbers_that_are_written_are_placed(demo_folder: Path) -> None:
+def test_numbers_that_are_written_are_placed(cogvideox_folder: Path) -> None:
     """Host code may change a weight, before the weight was read and after."""
-    folder = PipelineFolder.find(str(demo_folder), Reporter())
+    folder = PipelineFolder.find(str(cogvideox_folder), Reporter())
     target = targets.general_target(targets.place_for_port(None), RunSettings())
     module = folder.load_component("transformer", torch.float32)
     name = "patch_embed.proj.bias"
@@ -174,12 +189,12 @@ def test_numbers_that_are_written_are_placed(demo_folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_host_computes_what_it_computes_with_read_weights(
-    demo_folder: Path, dtype: torch.dtype
+    cogvideox_folder: Path, dtype: torch.dtype
 ) -> None:
-    folder = PipelineFolder.find(str(demo_folder), Reporter())
+    folder = PipelineFolder.find(str(cogvideox_folder), Reporter())
     ids = torch.arange(7)[None]
     module = folder.load_component("text_encoder", dtype)
     kind = type(module)
-    expected = kind.from_pretrained(demo_folder / "text_encoder", dtype=dtype)
+    expected = kind.from_pretrained(cogvideox_folder / "text_encoder", dtype=dtype)
     with torch.no_grad():
         assert torch.equal(module(ids)[0], expected(ids)[0])
