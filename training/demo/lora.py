@@ -1,6 +1,6 @@
 """Teach the demo a new colour by a LoRA of its transformer.
 
-``python -m training.demo.lora tpuport/models/cogvideox/demo --out runs/lime``
+``python -m training.demo.lora tpuport/models/cogvideox/demo --out runs/olive``
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from training.demo.loop import Recipe, device, train
 from training.demo.model import loaded
-from training.demo.shapes import NEW_COLOURS, scenes
+from training.demo.shapes import COLOURS, NEW_COLOURS, scenes
 from training.demo.transformer import Denoising, latents_of
 from training.demo.vae import fast_convolutions
 
@@ -32,7 +32,9 @@ def train_lora(folder: Path, out: Path, steps: int) -> None:
         module.requires_grad_(False)
     pipe.transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=_LAYERS))
     factors = [p for p in pipe.transformer.parameters() if p.requires_grad]
-    known = list(islice(scenes(seed=4, two=0, colours=NEW_COLOURS), _SCENES))
+    # Half of the scenes have colours that the model knows, which stay.
+    colours = [*COLOURS, *NEW_COLOURS] + [*NEW_COLOURS] * (len(COLOURS) - 1)
+    known = list(islice(scenes(seed=4, two=0, colours=colours), _SCENES))
     latents = latents_of(pipe.vae, known, out / "latents.pt")
     made = Denoising(pipe, known, latents, batch=32)
     recipe = Recipe(steps, rate=2e-3, warmup=20, mean=0.98, half=True)

@@ -27,8 +27,8 @@ COLOURS = {
     "pink": (250, 135, 190),
     "cyan": (45, 200, 220),
 }
-#: What the model does not know, and a LoRA teaches.
-NEW_COLOURS = {"lime": (165, 235, 30)}
+#: What the model does not know, and a LoRA teaches. The autoencoder can show it.
+NEW_COLOURS = {"olive": (130, 140, 30)}
 BACKGROUNDS = {
     "black": (12, 12, 12),
     "white": (245, 245, 245),

@@ -21,7 +21,7 @@ from training.demo.shapes import SIDE, Scene, scenes
 from training.demo.vae import encoded, fast_convolutions, videos
 
 #: Scenes whose latents are made once and drawn from; their captions vary.
-_SCENES = 12000
+_SCENES = 6000
 #: Of all captions, those that training leaves out, for guidance.
 _EMPTY = 0.1
 #: More than the longest caption has.

@@ -14,7 +14,7 @@ from training.demo.model import loaded
 from training.demo.shapes import COLOURS, NEW_COLOURS
 
 #: Trained by ``python -m training.demo.lora``.
-LIME = Path(__file__).with_name("lime.safetensors")
+OLIVE = Path(__file__).with_name("olive.safetensors")
 WAYS = ("moves left", "moves right", "rises", "falls")
 
 
@@ -47,11 +47,11 @@ def test_sixteen_held_out_captions_are_obeyed(demo_folder: Path) -> None:
 def test_a_lora_teaches_a_colour(demo_folder: Path) -> None:
     """Half a minute: eight videos, four without the LoRA and four with it."""
     palette = COLOURS | NEW_COLOURS
-    texts = [f"a large lime square {to} on a black background" for to in WAYS]
+    texts = [f"a large olive square {to} on a black background" for to in WAYS]
 
-    def limes(**how: object) -> int:
+    def olives(**how: object) -> int:
         seen = [judge(video, palette) for video in videos(demo_folder, texts, **how)]
-        return sum(bool(shapes) and shapes[0].colour == "lime" for shapes in seen)
+        return sum(bool(shapes) and shapes[0].colour == "olive" for shapes in seen)
 
-    assert limes() <= 1
-    assert limes(lora=str(LIME)) >= 3
+    assert olives() <= 1
+    assert olives(lora=str(OLIVE)) >= 3
