@@ -118,4 +118,4 @@ def tokens(pipe: CogVideoXPipeline, texts: Sequence[str]) -> torch.Tensor:
 
 def loaded(folder: Path) -> CogVideoXPipeline:
     """The pipeline of a folder, in float32."""
-    return CogVideoXPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    return CogVideoXPipeline.from_pretrained(folder, dtype=torch.float32)
