@@ -51,7 +51,7 @@ def test_a_lora_teaches_a_colour(demo_folder: Path) -> None:
 
     def olives(**how: object) -> int:
         seen = [judge(video, palette) for video in videos(demo_folder, texts, **how)]
-        return sum(bool(shapes) and shapes[0].colour == "olive" for shapes in seen)
+        return sum(any(one.colour == "olive" for one in shapes) for shapes in seen)
 
     assert olives() <= 1
-    assert olives(lora=str(OLIVE)) >= 3
+    assert olives(lora=f"{OLIVE}:1.5") >= 3
