@@ -45,6 +45,8 @@ def joined(settings: Settings) -> Iterator[Settings]:
     if at is None or at.count == 1:
         yield settings
         return
+    if settings.preview:
+        raise UsageError("--preview: not for a run over several processes")
     hosts = meet(at, about(settings), _wait())
     try:
         with contextlib.ExitStack() as stack:

@@ -273,9 +273,13 @@ def _replaced(given: Mapping[str, Any]) -> set[str]:
     return found
 
 
+#: What joins processes to one run.
+_OF_PROCESSES = ("distributed", "coordinator", "num_processes", "process_id")
+
+
 def in_batch(setting: Setting) -> bool:
     """Whether ``batch`` has a setting of ``generate``: not what looks into one run."""
-    alone = setting.panel == INSIDE or setting.key == "run_dir"
+    alone = setting.panel == INSIDE or setting.key in ("run_dir", *_OF_PROCESSES)
     return "G" in setting.commands and not alone
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.batches.folder import RUNS, BatchFolder
+from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Ended, Replicas
-from tpuport.cli.batches.requests import Request, read_requests
+from tpuport.cli.batches.requests import RUNS, Request, read_requests
+from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
@@ -94,8 +95,8 @@ class Batch:
                 continue
             try:
                 self.folder.clear(request, overwrite=overwrite)
-            except UsageError as error:
-                errors.append((request.line, request.key, str(error)))
+            except (UsageError, OSError) as error:
+                errors.append((request.line, request.key, one_line(error)))
                 continue
             base = self.folder.path
             unfinished |= {str(path.relative_to(base)) for path in request.paths}

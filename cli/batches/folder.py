@@ -14,15 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpuport.cli.batches.requests import Request
+from tpuport.cli.batches.requests import ERRORS, RESULTS, RUNS, Request
 from tpuport.core.files.atomic import atomic_write_bytes, cannot_write, remove_empty
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.folders import check_own_folder
 from tpuport.core.files.run_lock import LOCK_FILE, working_in
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.errors import ArtifactError, UsageError
-
-RESULTS, ERRORS, RUNS = "results.jsonl", "errors.jsonl", "runs"
 
 
 class BatchFolder:
@@ -109,7 +107,7 @@ class BatchFolder:
         """
         records = {record["file"]: record for record in self._kept()}
         records = {n: r for n, r in records.items() if n not in unfinished}
-        records |= {r["file"]: r for r in done if r["file"] not in records}
+        records |= {record["file"]: record for record in done}
         text = "".join(_line(record) for record in records.values())
         if text.encode() != self.results.read_bytes():
             atomic_write_bytes(self.results, text.encode())

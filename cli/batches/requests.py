@@ -12,6 +12,7 @@ from typing import Any
 
 from tpuport.cli.asked.settings import Settings, of_line
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.run_lock import LOCK_FILE
 from tpuport.core.files.typed import read_text
 from tpuport.core.files.video_file import numbered, output_of
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
@@ -29,6 +30,8 @@ _VALUES = ("prompt", "negative_prompt", "seed", "fps", "num_inference_steps", *_
 #: What a pipeline is opened with.
 _OPENED = {f.name for f in fields(RunSettings)} | {"on_host", "step_cache"}
 
+#: In the folder of a batch, beside the videos.
+RESULTS, ERRORS, RUNS = "results.jsonl", "errors.jsonl", "runs"
 _ID = re.compile(r"[A-Za-z0-9_][\w.+-]{0,99}", re.ASCII)
 
 
@@ -80,7 +83,7 @@ def read_requests(
             continue
         try:
             yield _request(number, line, f"{file} line {number}", folder, below)
-        except TpuportError as error:
+        except (TpuportError, OSError, RuntimeError) as error:
             yield number, one_line(error)
 
 
@@ -104,6 +107,8 @@ def _request(
             f"{where}: out: {quoted(out)} is not in the folder of the batch; give a "
             "name alone, such as fox.gif"
         )
+    if Path(out).name in (RUNS, RESULTS, ERRORS, LOCK_FILE):
+        raise UsageError(f"{where}: out: {quoted(out)} is a file of the batch itself")
     output_of(out)  # refuses what is no video
     place = f"{folder / out}{'/' * out.endswith('/')}"
     programs = {n: v for n, v in decides.items() if n not in _VALUES}
@@ -142,10 +147,10 @@ def _decides(settings: Settings) -> dict[str, Any]:
     """All that decides the videos and is not a default, JSON-ready."""
     defaults = defaults_of(Settings)
     names = [f.name for kind in (Asked, RunSettings) for f in fields(kind)]
-    names += ["latents", "batch", "on_host"]
+    names += ["latents", "batch_size", "on_host"]
     found: dict[str, Any] = {}
     for name in names:
-        if name not in defaults or name in _AROUND:
+        if name in _AROUND or name not in defaults:
             continue
         value = getattr(settings, name)
         if value != defaults[name]:

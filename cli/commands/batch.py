@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -61,9 +62,16 @@ def batch(
     file = read_value(kinds.path, requests, "FILE")
     if not settings.out:
         raise UsageError("--out is missing; name the folder for the videos")
-    folder = BatchFolder(read_value(kinds.path, settings.out, "--out").absolute())
+    place = read_value(kinds.any_path, settings.out, "--out")
+    if not isinstance(place, Path):
+        raise UsageError("--out of batch is a folder that all hosts see, in no store")
+    folder = BatchFolder(place.absolute())
     if settings.report is not None:
         check_report(settings.report, [file])
+        if folder.path in Path(str(settings.report)).absolute().parents:
+            raise UsageError(
+                "--report: is in the folder of the batch; put it elsewhere"
+            )
     found = None if topology is None else parse_topology(topology)
     check_slice(found)
     for name, value in (("replicas", replicas), ("topology", topology)):

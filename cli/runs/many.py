@@ -68,7 +68,7 @@ class Engine:
             raise
         except ArtifactError:
             # Of other versions, weights or a file that was altered: from the beginning.
-            if not folder.exists():
+            if not folder.exists() or holder(folder) is not None:
                 raise
             shutil.rmtree(folder)
             self._made(settings, digest)

@@ -154,7 +154,8 @@ def _opened(
         here().same(_alike(run))
         if resumes:
             _say_where(kept)
-        with going_on(path):
+        told = going_on(path) if here().first else contextlib.nullcontext()
+        with told:
             yield run, kept
 
 
@@ -188,10 +189,12 @@ def _record(run: VideoRun, out: str = "") -> Record:
 
 def _alike(run: VideoRun) -> dict[str, str]:
     """What the processes of a run need alike, of what they have read."""
-    record = _record(run)
-    found = {f"{name} by its fingerprint": v for name, v in record["weights"].items()}
-    inputs = zip(run.inputs, record["inputs"].values(), strict=True)
-    return found | {f"sha256 of {name}": digest for name, digest in inputs}
+    if not here().several:
+        return {}
+    weights = _record(run)["weights"].items()
+    found = {f"{name} by its fingerprint": value for name, value in weights}
+    digests = enumerate(run.inputs.values(), 1)  # each process has its own paths
+    return found | {f"sha256 of input {number}": digest for number, digest in digests}
 
 
 def _loras(run: VideoRun) -> dict[str, str]:

@@ -18,7 +18,14 @@ import typer
 from tpuport.cli.shown.signals import ended_by, in_words, leave
 from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.core.mesh.hosts import here
-from tpuport.errors import LINE, StoreError, TpuportError, in_one_line, quoted
+from tpuport.errors import (
+    LINE,
+    MissingStoreError,
+    StoreError,
+    TpuportError,
+    in_one_line,
+    quoted,
+)
 
 #: How jaxlib's errors begin where a device or its memory was at fault.
 _OF_A_DEVICE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED", "DATA_LOSS")
@@ -105,8 +112,10 @@ def may_pass(error: BaseException) -> bool:
     pass. Any other error will come again. (The hub is asked before a run has a stage to
     keep.)
     """
-    if ended_by(error) is not None or isinstance(error, MemoryError | StoreError):
+    if ended_by(error) is not None or isinstance(error, MemoryError):
         return True
+    if isinstance(error, StoreError):
+        return not isinstance(error, MissingStoreError)
     if no_room(error) or here().lost_by(error):
         return True
     # jaxlib has one class for all of its errors, torch one for its devices' memory.

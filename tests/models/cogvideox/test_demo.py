@@ -53,5 +53,6 @@ def test_a_lora_teaches_a_colour(demo_folder: Path) -> None:
         seen = [judge(video, palette) for video in videos(demo_folder, texts, **how)]
         return sum(any(one.colour == "olive" for one in shapes) for shapes in seen)
 
-    assert olives() <= 1
-    assert olives(lora=f"{OLIVE}:1.5") >= 3
+    found = olives(lora=str(OLIVE))
+    assert found >= 3
+    assert found > olives()

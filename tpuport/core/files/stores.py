@@ -260,9 +260,13 @@ def fetched(
         with contextlib.suppress(FileNotFoundError, ArtifactError):
             known = dict(read_json(notes, ArtifactError, ""))
         wanted = {n: v for n, v in there.items() if _matches(n, patterns)}
+        for name in wanted:
+            if not {"", ".", ".."}.isdisjoint(name.split("/")):
+                raise StoreError(f"{folder / name}: this name leaves the folder")
         for file in [file for file in local.rglob("*") if file.is_file()]:
             name = file.relative_to(local).as_posix()
-            if _matches(name, patterns) and name not in wanted:
+            under_way = file.name.startswith(TEMPORARY)
+            if _matches(name, patterns) and name not in wanted and not under_way:
                 file.unlink(missing_ok=True)
         old = [n for n, v in wanted.items() if not _same(local / n, v, known.get(n))]
         total = sum(wanted[name][0] for name in old)

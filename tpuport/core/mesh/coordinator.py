@@ -26,7 +26,7 @@ class _Service:
     """The service; with the method that jax calls at the end."""
 
     def __init__(self, address: str, count: int) -> None:
-        command = (sys.executable, "-m", __name__, address, str(count))
+        command = (sys.executable, "-P", "-m", __name__, address, str(count))
         pipe = subprocess.PIPE
         # A session of its own: a signal to the terminal's group is for the processes.
         self._process = subprocess.Popen(

@@ -32,6 +32,8 @@ WAIT = 50.0
 _TOLD = 5.0
 #: Length of a message's JSON, and of the bytes after it.
 _HEAD = struct.Struct("!QQ")
+#: Bytes of a long message that are sent at a time.
+_PIECE = 1 << 20
 
 
 class HostError(TpuportError):
@@ -67,8 +69,14 @@ class _Line:
 
     def send(self, said: Mapping[str, Any], data: bytes = b"") -> None:
         text = json.dumps(said).encode()
-        with self.lock, contextlib.suppress(OSError):  # its end is seen by who reads
-            self.socket.sendall(_HEAD.pack(len(text), len(data)) + text + data)
+        with self.lock:
+            try:
+                self.socket.sendall(_HEAD.pack(len(text), len(data)) + text)
+                for start in range(0, len(data), _PIECE):  # each has its own time
+                    self.socket.sendall(data[start : start + _PIECE])
+            except OSError:  # half a message: who reads, on both sides, sees the end
+                with contextlib.suppress(OSError):
+                    self.socket.shutdown(socket.SHUT_RDWR)
 
     def read(self) -> tuple[Any, bytes]:
         """The next message.
@@ -327,7 +335,7 @@ class Hosts:
             except TimeoutError:
                 self._lose(f"{self.who(line.number)} was silent for {SILENCE:.0f} s")
                 return
-            except (OSError, EOFError):
+            except (OSError, EOFError, ValueError, struct.error):
                 if not line.over:
                     self._lose(f"{self.who(line.number)} died")
                 return

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 from pathlib import Path
 
+from tpuport.core.files.atomic import TEMPORARY
 from tpuport.core.files.folders import check_own_folder
 from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.errors import UsageError
@@ -27,7 +28,8 @@ def check_place(folder: AnyPath) -> None:
     if isinstance(folder, StorePath):
         folder.check_writable()
         for name in sorted(folder.files()):
-            if not any(fnmatch.fnmatch(name, pattern) for pattern in BUILT):
+            probe = name.rpartition("/")[2].startswith(TEMPORARY)
+            if not (probe or any(fnmatch.fnmatch(name, one) for one in BUILT)):
                 raise UsageError(
                     f"--out {folder}: holds {name}, which `tpuport compile` did not "
                     "make; name another folder"

@@ -49,7 +49,7 @@ _DTYPES = {
 _OF_SHAPES = """
 size dim ndimension numel nelement stride is_contiguous element_size __len__
 is_floating_point is_complex is_inference requires_grad_ storage_offset get_device
-__get__ __set__
+__get__
 """
 _ABOUT = frozenset(_OF_SHAPES.split())
 
@@ -98,7 +98,9 @@ class Stored:
             return self.host[index].clone(memory_format=torch.contiguous_format)
         count, size = int(np.prod(self.shape)), self.written.itemsize
         numbers = np.frombuffer(self.mapped, f"u{size}", count, self.start)
-        given = numbers.reshape(self.shape)[index]
+        given: np.ndarray = np.asarray(numbers.reshape(self.shape))
+        if index:  # an empty one would make a scalar's copy
+            given = given[index]
         if given.flags.c_contiguous and given.size:
             part = np.empty(given.shape, given.dtype)
             first, base = (a.__array_interface__["data"][0] for a in (given, numbers))
@@ -124,7 +126,7 @@ class Stored:
 
         A fault for each page of a map takes several times as long.
         """
-        left = memoryview(part.reshape(-1).view(np.uint8))
+        left = memoryview(part.reshape(-1).view(np.uint8).data)
         while left:
             count = os.preadv(self.descriptor, [left], place)
             if not count:
@@ -176,6 +178,8 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__set__":
+            return cls._set(func, *args)
         if name in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -194,6 +198,19 @@ class StoredTensor(torch.Tensor):
             return cls(args[0].stored)
         args, kwargs = tree_map_only(cls, cls.on_host, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    @classmethod
+    def _set(cls, func: Any, tensor: Any, value: Any) -> None:
+        """``tensor.data = value`` gives the tensor other numbers."""
+        with torch._C.DisableTorchFunctionSubclass():
+            func(tensor, value)
+        if isinstance(tensor, cls) and func.__self__.__name__ == "data":
+            if isinstance(value, cls):
+                tensor.stored = value.stored
+            else:
+                given, shape = value.detach(), tuple(value.shape)
+                now = replace(tensor.stored, shape=shape, dtype=given.dtype)
+                now.host, tensor.stored = given, now
 
     def _unread(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         """What a method of the tensor gives, if the method needs no numbers."""
@@ -255,6 +272,8 @@ class _File:
 
     def keys(self) -> list[str]:
         return list(self._opened.keys())
+
+    offset_keys = keys  # of safetensors before 0.8
 
     def get_tensor(self, key: str) -> torch.Tensor:
         told = self._header[key]
