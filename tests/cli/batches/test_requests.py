@@ -58,16 +58,18 @@ def test_the_key_is_the_id_or_a_hash_of_what_decides_the_video(tmp_path: Path) -
 
 
 def test_a_shape_is_what_programs_are_made_for(tmp_path: Path) -> None:
-    base, prompt, size, mesh = requests(
+    base, prompt, size, mesh, together = requests(
         tmp_path,
         {"prompt": "a fox", "size": "32x16"},
         {"prompt": "a cat", "size": "32x16", "seed": 3},
         {"prompt": "a fox", "size": "16x16"},
         {"prompt": "a fox", "size": "32x16", "mesh": "dp=2"},
+        {"prompt": "a fox", "size": "32x16", "batch_size": 2},
     )
     assert (base.shape, base.pipeline) == (prompt.shape, prompt.pipeline)
     assert (base.shape != size.shape, base.pipeline) == (True, size.pipeline)
     assert base.pipeline != mesh.pipeline
+    assert base.shape != together.shape
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,9 @@ def test_a_shape_is_what_programs_are_made_for(tmp_path: Path) -> None:
         ('{"run_dir": "x"}', "run_dir is not for a batch"),
         ('{"id": "../x"}', "names no file"),
         ('{"out": "x/y.gif"}', "is not in the folder of the batch"),
+        ('{"out": "runs/"}', "is a file of the batch itself"),
+        ('{"distributed": true}', "distributed is not for a batch"),
+        ('{"image": "~nobody-of-this-name/x.png"}', "home directory"),
         ('{"out": "x.avi"}', "no video can be written"),
         ('{"image": "a", "video": "b"}', "exclude each other"),
     ],

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.processes import run_json
 from tpuport import targets
@@ -198,3 +199,20 @@ def test_the_host_computes_what_it_computes_with_read_weights(
     expected = kind.from_pretrained(cogvideox_folder / "text_encoder", dtype=dtype)
     with torch.no_grad():
         assert torch.equal(module(ids)[0], expected(ids)[0])
+
+
+def test_a_scalar_is_read_and_numbers_put_in_its_place_win(tmp_path: Path) -> None:
+    """Host code gives a parameter other data, and ``.to`` of a module does."""
+    file = tmp_path / "weights.safetensors"
+    save_file({"scale": torch.tensor(3.5), "weight": torch.ones(4, 6)}, file)
+    with unread("x"):
+        found = load_file(file)
+    assert stored_in(found.values())
+    assert (found["scale"] + 0).item() == 3.5
+    weight = torch.nn.Parameter(found["weight"])
+    weight.data = torch.zeros(2, 6)
+    assert torch.equal(weight + 0, torch.zeros(2, 6))
+    layer = torch.nn.Linear(6, 4, bias=False)
+    layer.weight = torch.nn.Parameter(found["weight"])
+    layer.to(torch.bfloat16)
+    assert layer(torch.ones(1, 6, dtype=torch.bfloat16)).tolist() == [[6.0] * 4]
