@@ -18,7 +18,8 @@ PROMPTS = ("a fox", "a boat with red sails far out on a wide grey sea", "snow fa
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
-    "name", ["CogVideoXPipeline", "HunyuanVideo15Pipeline", "WanPipeline"]
+    "name",
+    ["CogVideoXPipeline", "WanPipeline"],  # HunyuanVideo 1.5 takes one prompt
 )
 def test_a_video_does_not_depend_on_its_companions(name: str, count: int) -> None:
     pipeline, call = made(all_examples()[name])
@@ -37,7 +38,6 @@ def test_a_video_does_not_depend_on_its_companions(name: str, count: int) -> Non
     with tpuport.ported(pipeline, mesh="dp=2"):
         together = frames(*range(count))
     assert len(together) == count
-    print(name, count, difference(together, alone), difference(together, upstream))
     assert difference(together, alone) < TOLERANCES["video float32"]
     assert difference(together, upstream) < TOLERANCES["video float32"]
     assert difference(alone[:1], alone[1:2]) > 0.01

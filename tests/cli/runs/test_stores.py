@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import s3fs
@@ -30,6 +31,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3fs.S3FileSystem]:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    # What moto holds is the process's, whichever server was asked.
+    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
     _forget()
     found = s3fs.S3FileSystem(use_listings_cache=False)
     found.mkdir("bucket")
@@ -139,7 +142,7 @@ def test_weights_and_executables_are_fetched_once(
     assert "manifest.json" in names
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     first = cli.good("generate", *weights, *built, "--out", "a.gif")
-    assert "downloading s3://bucket/wan" in first.err
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
     again = cli.good("generate", *weights, *built, "--out", "b.gif")
     assert "downloading" not in again.err
     assert "was not there" not in first.err + again.err
