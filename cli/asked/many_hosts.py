@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import tpuport
 from tpuport.cli.asked.settings import TABLE, Settings
 from tpuport.core.files.fingerprint import versions
-from tpuport.core.mesh.hosts import WAIT, Address, HostError, meet
+from tpuport.core.mesh.hosts import WAIT, Address, HostError, leave, meet
 from tpuport.errors import TpuportError, UsageError, in_one_line
 
 #: What each process may have for itself: places on its own disk, and what it shows.
@@ -59,6 +59,7 @@ def joined(settings: Settings) -> Iterator[Settings]:
             hosts.over()
             _leave_jax()
         hosts.close()
+        leave()
     except BaseException as error:
         if why := hosts.lost_by(error):
             ended = HostError(why)

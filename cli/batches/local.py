@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tpuport.cli.batches.requests import Request
+from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.run.progress import Display
@@ -105,13 +106,14 @@ class ThisProcess:
         """Make the videos of the request."""
         request, self._given = self._given, None
         assert request is not None
-        error = ""
+        error, again = "", False
         try:
             with told(self._tell.say):
                 self._engine.make(request.settings, request.digest)
         except Exception as raised:
             error = in_one_line(raised) or type(raised).__name__
-        return [Ended(replica=0, request=request, error=error)]
+            again = may_pass(raised)  # the engine has closed what was open
+        return [Ended(replica=0, request=request, error=error, lost=again)]
 
 
 @contextlib.contextmanager

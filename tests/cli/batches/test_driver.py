@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.driver import TRIES, Batch
 from tpuport.cli.batches.folder import BatchFolder
-from tpuport.cli.batches.local import Ended
-from tpuport.cli.batches.requests import Request
+from tpuport.cli.batches.local import Ended, ThisProcess, Told
+from tpuport.cli.batches.requests import Request, read_requests
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
 from tpuport.core.run.progress import Display
+from tpuport.errors import UsageError
 
 
 def make(request: Request) -> None:
@@ -97,3 +98,24 @@ def test_a_video_of_another_request_is_kept(tmp_path: Path) -> None:
     assert "of another request" in folder.errors.read_text()
     video.write_text("damaged")
     assert batch(tmp_path, fox)[0].left == 1
+
+
+def test_one_process_says_which_errors_may_pass(tmp_path: Path) -> None:
+    """As a replica of Ray does: memory that others took is worth another try."""
+    raised: list[Exception] = [MemoryError(), UsageError("a seed is missing")]
+
+    class Engine:
+        def make(self, settings: Settings, digest: str) -> None:
+            raise raised.pop(0)
+
+    replica = ThisProcess(cast("Any", Engine()), Told(Display(lambda: None)))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a fox"}')
+    (request,) = read_requests(file, tmp_path, Settings())
+    assert isinstance(request, Request)
+    found = []
+    for _ in range(2):
+        replica.begin(0, request)
+        (ended,) = replica.wait()
+        found.append((ended.error, ended.lost))
+    assert found == [("MemoryError", True), ("a seed is missing", False)]

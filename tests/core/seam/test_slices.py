@@ -29,6 +29,7 @@ from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.journal import Journal
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.stored_tensors import stored_in, unread
+from tpuport.errors import WeightsError
 from tpuport.plugins import folder_of, get_model
 
 if TYPE_CHECKING:  # conftest imports jax its own way, and processes import this file
@@ -216,3 +217,14 @@ def test_a_scalar_is_read_and_numbers_put_in_its_place_win(tmp_path: Path) -> No
     layer.weight = torch.nn.Parameter(found["weight"])
     layer.to(torch.bfloat16)
     assert layer(torch.ones(1, 6, dtype=torch.bfloat16)).tolist() == [[6.0] * 4]
+
+
+def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.ones(4, 6)}, file)
+    with unread("x"):
+        found = load_file(file)["weight"]
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 8)
+    with pytest.raises(WeightsError, match="has changed since"):
+        found.sum()

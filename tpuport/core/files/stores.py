@@ -23,6 +23,7 @@ from tpuport.core.files.atomic import (
     TEMPORARY,
     atomic_write_json,
     cannot_write,
+    no_room,
     one_line,
     temporary_beside,
 )
@@ -109,6 +110,8 @@ class StorePath:
                 f"'tpuport[{extra}]'"
             ) from error
         except Exception as error:  # each package has its own kinds
+            if no_room(error):  # of this machine
+                raise
             reason = one_line(error)[:120] or "no reason given"
             raise StoreError(
                 f"{self}: cannot be {what} ({type(error).__name__}: {reason}); check "

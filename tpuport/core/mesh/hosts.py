@@ -115,6 +115,12 @@ def meet(at: Address, about: Mapping[str, str], wait: float = WAIT) -> Hosts:
     return _here
 
 
+def leave() -> None:
+    """This process is alone again: a run with others is over."""
+    global _here
+    _here = None
+
+
 class Hosts:
     """The processes of a run; of one process alone without an address.
 

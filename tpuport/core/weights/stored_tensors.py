@@ -63,6 +63,7 @@ class Stored:
         file: the safetensors file.
         key: the tensor's name there.
         mapped, descriptor: of the file.
+        opened: the file's size and time of change then.
         start: the first byte of the tensor.
         shape: in the file and in the module.
         written: the dtype in the file.
@@ -76,6 +77,7 @@ class Stored:
     key: str
     mapped: mmap.mmap = field(repr=False)
     descriptor: int
+    opened: tuple[int, int]
     start: int
     shape: tuple[int, ...]
     written: torch.dtype
@@ -92,10 +94,13 @@ class Stored:
         """A part of the tensor, in memory of its own.
 
         Raises:
-            WeightsError: the part holds NaN or infinite values.
+            WeightsError: the part holds NaN or infinite values, or the file has
+                changed since it was opened.
         """
         if self.host is not None:
             return self.host[index].clone(memory_format=torch.contiguous_format)
+        if _state(self.descriptor) != self.opened:
+            raise damaged(f"{self.source}: {self.file} has changed since", "the folder")
         count, size = int(np.prod(self.shape)), self.written.itemsize
         numbers = np.frombuffer(self.mapped, f"u{size}", count, self.start)
         given: np.ndarray = np.asarray(numbers.reshape(self.shape))
@@ -254,6 +259,7 @@ class _File:
         self._source, self._file = source, Path(file)
         self._descriptor = os.open(self._file, os.O_RDONLY)
         self._mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        self._state = _state(self._descriptor)
         weakref.finalize(self._mapped, os.close, self._descriptor)
         if hasattr(os, "posix_fadvise"):  # the system reads nothing ahead
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -287,6 +293,7 @@ class _File:
             key=key,
             mapped=self._mapped,
             descriptor=self._descriptor,
+            opened=self._state,
             start=self._data + told["data_offsets"][0],
             shape=shape,
             written=written,
@@ -317,6 +324,11 @@ class _Slice:
 
     def get_dtype(self) -> str:
         return str(self._file._header[self._key]["dtype"])
+
+
+def _state(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns
 
 
 @contextlib.contextmanager
