@@ -21,7 +21,7 @@ from training.demo.transformer import Denoising, latents_of
 from training.demo.vae import fast_convolutions
 
 _SCENES = 400
-_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
+_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 
 
 def train_lora(folder: Path, out: Path, steps: int) -> None:
@@ -30,14 +30,14 @@ def train_lora(folder: Path, out: Path, steps: int) -> None:
     pipe = loaded(folder).to(device())
     for module in (pipe.vae, pipe.text_encoder, pipe.transformer):
         module.requires_grad_(False)
-    pipe.transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=_LAYERS))
+    pipe.transformer.add_adapter(LoraConfig(r=8, lora_alpha=8, target_modules=_LAYERS))
     factors = [p for p in pipe.transformer.parameters() if p.requires_grad]
-    # Half of the scenes have colours that the model knows, which stay.
-    colours = [*COLOURS, *NEW_COLOURS] + [*NEW_COLOURS] * (len(COLOURS) - 1)
+    # A quarter of the scenes have colours that the model knows, which stay.
+    colours = [*COLOURS, *[*NEW_COLOURS] * (3 * len(COLOURS))]
     known = list(islice(scenes(seed=4, two=0, colours=colours), _SCENES))
     latents = latents_of(pipe.vae, known, out / "latents.pt")
     made = Denoising(pipe, known, latents, batch=32)
-    recipe = Recipe(steps, rate=2e-3, warmup=20, mean=0.98, half=True)
+    recipe = Recipe(steps, rate=5e-3, warmup=20, mean=0.98, half=True)
     trained = [nn.ParameterList(factors)]
     train(trained, made.draw, made.loss, recipe, out / "lora.pt")
     found = get_peft_model_state_dict(pipe.transformer)
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if device().type == "cpu":
