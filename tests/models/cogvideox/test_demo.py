@@ -40,7 +40,7 @@ def test_sixteen_held_out_captions_are_obeyed(demo_folder: Path) -> None:
 
 
 def test_a_lora_teaches_a_colour(demo_folder: Path) -> None:
-    """Half a minute: eight videos, four without the LoRA and four with it."""
+    """Over 10 s: eight videos, four of them with the LoRA, and their programs."""
     palette = COLOURS | NEW_COLOURS
     texts = [f"a large olive square {to} on a black background" for to in WAYS]
 
