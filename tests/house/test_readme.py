@@ -67,7 +67,7 @@ def test_make_test_runs_lint_types_and_tests() -> None:
 
 
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
-    """Most of a minute: both demos run and are timed, in a process for each command."""
+    """Four minutes: both demos run and are timed, in a process for each command."""
     assert len(TPUPORT) >= 8
     environment = os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "cache")}
     for command in TPUPORT:
