@@ -197,12 +197,18 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
     from tpuport.models.cogvideox.patches import PATCHES
-    from tpuport.plugins import folder_of, get_model
 
     torch.manual_seed(0)
-    demo = get_model("cogvideox").variants["demo"]
-    config = demo.read(folder_of("cogvideox"))["transformer"]
-    module = CogVideoXTransformer3DModel(**config).eval()
+    module = CogVideoXTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=32,
+        num_layers=2,
+        text_embed_dim=96,
+        time_embed_dim=32,
+        sample_width=12,
+        sample_height=8,
+        use_rotary_positional_embeddings=True,
+    ).eval()
     # Legend: 4 latent frames of 8 x 12, in patches of 2 x 2; 16 channels.
     cos, sin = get_3d_rotary_pos_embed(
         embed_dim=32,
