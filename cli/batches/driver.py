@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Ended, Replicas
+from tpuport.cli.batches.packs import Pack, lines, packs, smaller
 from tpuport.cli.batches.requests import RUNS, Request, read_requests
 from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import plural
@@ -41,8 +44,13 @@ class Batch:
     failed: int = 0
     _given_up: int = 0
     _tries: Counter[str] = field(default_factory=Counter)
-    _at_work: dict[int, Request] = field(default_factory=dict)
+    _at_work: dict[int, Pack] = field(default_factory=dict)
     _last: dict[int, Request] = field(default_factory=dict)
+    #: Shapes that are not packed: of each, requests of a call that failed, and that are
+    #: not made yet. One that fails alone was to blame; once all are made, packing was.
+    _alone: dict[str, set[str]] = field(default_factory=dict)
+    #: Requests that are not packed again.
+    _split: set[str] = field(default_factory=set)
 
     @classmethod
     def read(cls, file: Path, folder: BatchFolder, below: Settings) -> Batch:
@@ -118,16 +126,22 @@ class Batch:
         total = self.before + self.left
         if not self.left:
             return
+        waiting = [one for queue in self.waiting.values() for one in queue]
+        if count := sum(r.alone and (r.settings.batch_size or 1) > 1 for r in waiting):
+            display.say(
+                f"--batch-size: {plural(count, 'request')} from an image, a video or "
+                "--latents, each made alone"
+            )
         display.stage_started("batch", total, "video")
         display.advanced("batch", self.before, total)
         while self.left or self._at_work:
             for number in replicas.idle():
-                request = self._next(number)
-                if request is None:
+                pack = self._next(number)
+                if not pack:
                     break
-                self._at_work[number] = self._last[number] = request
-                replicas.begin(number, request)
-            words = f"{len(self._at_work)} running"
+                self._at_work[number], self._last[number] = pack, pack[0]
+                replicas.begin(number, pack)
+            words = f"{sum(map(len, self._at_work.values()))} running"
             display.counted(words + f", {self.failed} failed" * bool(self.failed))
             for ended in replicas.wait():
                 self._ended(ended, display)
@@ -136,15 +150,15 @@ class Batch:
             display.mind()
         display.idle()
 
-    def _next(self, replica: int) -> Request | None:
-        """A request for a replica: of the shape or the pipeline that it has, if any.
+    def _next(self, replica: int) -> Pack:
+        """Requests for a replica: of the shape or the pipeline that it has, if any.
 
         Else of the shape that most requests wait for, with the fewest replicas.
         """
         if not self.left:
-            return None
+            return ()
         last = self._last.get(replica)
-        busy = Counter(request.shape for request in self._at_work.values())
+        busy = Counter(pack[0].shape for pack in self._at_work.values())
 
         def rank(shape: str) -> tuple[bool, bool, float]:
             queue = self.waiting[shape]
@@ -154,34 +168,78 @@ class Batch:
 
         shape = max(self.waiting, key=rank)
         queue = self.waiting[shape]
-        request = queue.popleft()
+        pack = self._first(queue)
+        for one in pack:
+            queue.remove(one)
         if not queue:
             del self.waiting[shape]
-        return request
+        if self._alone.get(shape) == set():
+            pack = tuple(smaller(pack)) or pack
+        return pack
+
+    def _first(self, queue: deque[Request]) -> Pack:
+        """The first request of a queue, and those that are made together with it."""
+        first = queue[0]
+        size = first.settings.batch_size or 1
+        if first.shape in self._alone or first.key in self._split:
+            return (first,)
+        alike = (r for r in queue if r.alike == first.alike)
+        free = (r for r in alike if r.key not in self._split)
+        return packs(islice(free, size), size)[0]
 
     def _ended(self, ended: Ended, display: Display) -> None:
         for remark in ended.remarks:
             display.say(remark)
-        request = self._at_work.pop(ended.replica)
+        pack = self._at_work.pop(ended.replica)
         if ended.lost:
             self._last.pop(ended.replica, None)
-        records = self.folder.finished(request)
-        if records is not None:
-            self.folder.done(records)
-            self.made += 1
+        pack = tuple(one for one in pack if not self._is_made(one))
+        if not pack:
             return
-        self._tries[request.key] += 1
-        tries = self._tries[request.key]
+        for one in pack:
+            self._tries[one.key] += 1
+        tries = max(self._tries[one.key] for one in pack)
         error = ended.error or "the videos are not where they were written"
         if ended.lost and tries < TRIES:
-            display.say(f"line {request.line}: {error}; tried again")
-            self.waiting.setdefault(request.shape, deque()).appendleft(request)
+            display.say(f"{lines(pack)}: {error}; tried again")
+            self._again(pack)
+            return
+        if alone := smaller(pack):
+            display.say(f"{lines(pack)}: not in one call ({error}); each made alone")
+            self._apart(alone)
+            self._again(alone)
             return
         if ended.lost:
             error += f"; given up after {tries} tries"
+        (request,) = pack
         self._given_up += 1
+        if request.key in self._alone.get(request.shape, ()):
+            del self._alone[request.shape]
         self._fail(request.line, request.key, error, tries)
         display.say(f"line {request.line}: {error}")
+
+    def _is_made(self, request: Request) -> bool:
+        """Whether the videos of a request are there, which is noted."""
+        records = self.folder.finished(request)
+        if records is None:
+            return False
+        self.folder.done(records)
+        self.made += 1
+        self._alone.get(request.shape, set()).discard(request.key)
+        return True
+
+    def _again(self, requests: Sequence[Request]) -> None:
+        """Let requests be the next ones of their shape."""
+        queue = self.waiting.setdefault(requests[0].shape, deque())
+        queue.extendleft(reversed(requests))
+
+    def _apart(self, requests: Sequence[Request]) -> None:
+        """Let the requests of a call that failed be made alone."""
+        keys = {one.key for one in requests}
+        self._split |= keys
+        self._alone.setdefault(requests[0].shape, keys)
+        for key in keys:
+            del self._tries[key]
 
     def _fail(self, line: int, key: str | None, error: str, tries: int = 1) -> None:
         self.failed += 1

@@ -18,7 +18,7 @@ from tpuport.cli.batches.requests import ERRORS, RESULTS, RUNS, Request
 from tpuport.core.files.atomic import atomic_write_bytes, cannot_write, remove_empty
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.folders import check_own_folder
-from tpuport.core.files.run_lock import LOCK_FILE, working_in
+from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.errors import ArtifactError, UsageError
 
@@ -46,7 +46,14 @@ class BatchFolder:
         with working_in(self.path):
             self._append(self.results, [])
             yield
+            self._sweep()
             remove_empty([self.path / RUNS])
+
+    def _sweep(self) -> None:
+        """Remove the run directories of packs that nobody goes on with."""
+        for path in (self.path / RUNS).glob("+*"):
+            if holder(path) is None:
+                shutil.rmtree(path, ignore_errors=True)
 
     def run_dir(self, request: Request) -> Path:
         """The run directory of a request; on a disk that all replicas see."""

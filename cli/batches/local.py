@@ -1,4 +1,4 @@
-"""One replica: this process, which makes one request after the other."""
+"""One replica: this process, which makes one pack of requests after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from tpuport.cli.batches.requests import Request
+from tpuport.cli.batches.packs import Pack, run_dir
 from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
 from tpuport.core.reports import CompileReport, Reporter
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A request that a replica has no more to do with.
+    """Requests that a replica has no more to do with.
 
     Attributes:
         replica: its number.
+        pack: what one call was to make.
         error: in one line; empty where the videos are there.
         lost: the replica is gone, or must not be used again.
         remarks: lines for people.
     """
 
     replica: int
-    request: Request
+    pack: Pack
     error: str = ""
     lost: bool = False
     remarks: tuple[str, ...] = field(default=())
@@ -40,10 +41,10 @@ class Replicas(Protocol):
     """What makes the videos of requests, several at a time."""
 
     def idle(self) -> list[int]:
-        """The numbers of replicas that wait for a request."""
+        """The numbers of replicas that wait for requests."""
 
-    def begin(self, replica: int, request: Request) -> None:
-        """Give a replica a request."""
+    def begin(self, replica: int, pack: Pack) -> None:
+        """Give a replica requests to make in one call."""
 
     def wait(self) -> list[Ended]:
         """The requests that ended, after a while maybe none."""
@@ -92,28 +93,29 @@ class ThisProcess:
 
     def __init__(self, engine: Engine, tell: Told) -> None:
         self._engine, self._tell = engine, tell
-        self._given: Request | None = None
+        self._given: Pack | None = None
 
     def idle(self) -> list[int]:
-        """The process, unless it has a request."""
+        """The process, unless it has requests."""
         return [0] if self._given is None else []
 
-    def begin(self, replica: int, request: Request) -> None:
-        """Take a request, to be made by :meth:`wait`."""
-        self._given = request
+    def begin(self, replica: int, pack: Pack) -> None:
+        """Take requests, to be made by :meth:`wait`."""
+        self._given = pack
 
     def wait(self) -> list[Ended]:
-        """Make the videos of the request."""
-        request, self._given = self._given, None
-        assert request is not None
+        """Make the videos of the requests."""
+        pack, self._given = self._given, None
+        assert pack is not None
         error, again = "", False
         try:
             with told(self._tell.say):
-                self._engine.make(request.settings, request.digest)
+                given = [(one.settings, one.digest) for one in pack]
+                self._engine.make_pack(given, run_dir(pack))
         except Exception as raised:
             error = in_one_line(raised) or type(raised).__name__
             again = may_pass(raised)  # the engine has closed what was open
-        return [Ended(replica=0, request=request, error=error, lost=again)]
+        return [Ended(replica=0, pack=pack, error=error, lost=again)]
 
 
 @contextlib.contextmanager

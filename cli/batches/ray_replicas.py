@@ -11,12 +11,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.environment import import_libraries, prepare
 from tpuport.cli.batches.local import Ended
-from tpuport.cli.batches.requests import Request
+from tpuport.cli.batches.packs import Pack, run_dir
 from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
 from tpuport.core.files.atomic import one_line
@@ -61,7 +62,7 @@ class _Remarks(Reporter):
 
 
 class Replica:
-    """What runs in an actor's process: one request after the other."""
+    """What runs in an actor's process: one pack of requests after the other."""
 
     def start(self, folder: str, debug: bool) -> None:
         """Import the libraries; ``folder`` is the driver's, if this host has it."""
@@ -75,9 +76,9 @@ class Replica:
         self._engine = Engine(self._remarks)
 
     def make(
-        self, settings: Settings, digest: str
+        self, requests: Sequence[tuple[Settings, str]], run_dir: Path
     ) -> tuple[str, bool, tuple[str, ...]]:
-        """Make the videos of a request.
+        """Make the videos of requests in one call.
 
         Returns:
             the error, empty for none; whether a new replica may succeed; remarks.
@@ -85,7 +86,7 @@ class Replica:
         error, again = "", False
         try:
             with told(self._remarks.say):
-                self._engine.make(settings, digest)
+                self._engine.make_pack(requests, run_dir)
         except Exception as raised:
             error = in_one_line(raised) or type(raised).__name__
             again = may_pass(raised)
@@ -112,8 +113,8 @@ class RayReplicas:
         self._options = [_options(topology) for _ in range(count)]
         self._actors: dict[int, Any] = {}
         self._idle: list[int] = []
-        #: What is under way: the replica, and the request that it has.
-        self._calls: dict[Any, tuple[int, Request | None]] = {}
+        #: What is under way: the replica, and the requests that it has.
+        self._calls: dict[Any, tuple[int, Pack | None]] = {}
         self._failed_starts = 0
         self._since, self._told = time.monotonic(), False
         for number in range(count):
@@ -127,14 +128,15 @@ class RayReplicas:
         self._calls[actor.start.remote(os.getcwd(), self._debug)] = (number, None)
 
     def idle(self) -> list[int]:
-        """The replicas that have started and have no request."""
+        """The replicas that have started and have no requests."""
         return list(self._idle)
 
-    def begin(self, replica: int, request: Request) -> None:
-        """Send a request to an actor."""
+    def begin(self, replica: int, pack: Pack) -> None:
+        """Send requests to an actor."""
         self._idle.remove(replica)
-        call = self._actors[replica].make.remote(request.settings, request.digest)
-        self._calls[call] = (replica, request)
+        given = [(one.settings, one.digest) for one in pack]
+        call = self._actors[replica].make.remote(given, run_dir(pack))
+        self._calls[call] = (replica, pack)
 
     def wait(self) -> list[Ended]:
         """What ended within half a second.
@@ -150,13 +152,13 @@ class RayReplicas:
         return [ended for ended in found if ended is not None]
 
     def _ended(self, call: Any) -> Ended | None:
-        number, request = self._calls.pop(call)
+        number, pack = self._calls.pop(call)
         try:
             result = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
-            return self._gone(number, request, error)
+            return self._gone(number, pack, error)
         self._failed_starts, self._told = 0, True
-        if request is None:
+        if pack is None:
             self._idle.append(number)
             return None
         failed, again, remarks = result
@@ -166,14 +168,12 @@ class RayReplicas:
         else:
             self._idle.append(number)
         return Ended(
-            replica=number, request=request, error=failed, lost=again, remarks=remarks
+            replica=number, pack=pack, error=failed, lost=again, remarks=remarks
         )
 
-    def _gone(
-        self, number: int, request: Request | None, error: Exception
-    ) -> Ended | None:
+    def _gone(self, number: int, pack: Pack | None, error: Exception) -> Ended | None:
         """An actor is gone, or could not start: another one takes its place."""
-        if request is None:
+        if pack is None:
             self._failed_starts += 1
             if self._failed_starts >= _STARTS:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -184,10 +184,10 @@ class RayReplicas:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._actors[number])  # one that failed in its start
         self._start(number)
-        if request is None:
+        if pack is None:
             return None
         why = f"its replica is gone ({type(error).__name__})"
-        return Ended(replica=number, request=request, error=why, lost=True)
+        return Ended(replica=number, pack=pack, error=why, lost=True)
 
 
 def _options(topology: Topology | None) -> dict[str, Any]:

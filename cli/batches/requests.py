@@ -27,6 +27,10 @@ _AROUND = (
 _READ = ("image", "video", "latents")
 #: What differs between requests that run the same programs.
 _VALUES = ("prompt", "negative_prompt", "seed", "fps", "num_inference_steps", *_READ)
+#: What differs between requests that one call makes.
+_OWN = ("prompt", "negative_prompt", "seed")
+#: What decides no video, and yet is of the whole call.
+_OF_A_CALL = (*_AROUND, "batch_size", "checkpoint_every")
 #: What a pipeline is opened with.
 _OPENED = {f.name for f in fields(RunSettings)} | {"on_host", "step_cache"}
 
@@ -45,6 +49,8 @@ class Request:
         digest: sha256 of all that decides the videos.
         pipeline, shape: digests of what a pipeline is opened with, and of what its
             programs are made for.
+        alike: of what the requests of one call have in common; see
+            :func:`tpuport.cli.batches.packs.packs`.
         settings: with the place of the videos.
     """
 
@@ -53,15 +59,27 @@ class Request:
     digest: str
     pipeline: str
     shape: str
+    alike: str
     settings: Settings
 
     @property
     def paths(self) -> list[Path]:
         """The videos, each a file or a folder of PNGs."""
         assert self.settings.out is not None
-        count = max(len(self.settings.prompt), 1) * len(self.settings.seed)
         place, kind = output_of(self.settings.out)
-        return [Path(str(one)) for one in numbered(place, kind, count)]
+        return [Path(str(one)) for one in numbered(place, kind, self.count)]
+
+    @property
+    def count(self) -> int:
+        """How many videos."""
+        return max(len(self.settings.prompt), 1) * len(self.settings.seed)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the request shares no call: it has no prompt, or has a file."""
+        return not self.settings.prompt or any(
+            getattr(self.settings, name) for name in _READ
+        )
 
 
 def read_requests(
@@ -113,12 +131,17 @@ def _request(
     place = f"{folder / out}{'/' * out.endswith('/')}"
     programs = {n: v for n, v in decides.items() if n not in _VALUES}
     given = {n: True for n in _READ if n in decides}
+    programs["batch_size"] = settings.batch_size
+    together = {n: v for n, v in decides.items() if n not in _OWN}
+    together |= {n: str(getattr(settings, n)) for n in _OF_A_CALL}
+    together["negative_prompt"] = settings.negative_prompt is not None
     return Request(
         line=number,
         key=key,
         digest=digest,
         pipeline=_digest({n: v for n, v in programs.items() if n in _OPENED}),
         shape=_digest({**programs, **given}),
+        alike=_digest(together),
         settings=replace(settings, out=place, overwrite=True),
     )
 
@@ -144,10 +167,13 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _decides(settings: Settings) -> dict[str, Any]:
-    """All that decides the videos and is not a default, JSON-ready."""
+    """All that decides the videos and is not a default, JSON-ready.
+
+    With how many others a video is made is none of it.
+    """
     defaults = defaults_of(Settings)
     names = [f.name for kind in (Asked, RunSettings) for f in fields(kind)]
-    names += ["latents", "batch_size", "on_host"]
+    names += ["latents", "on_host"]
     found: dict[str, Any] = {}
     for name in names:
         if name in _AROUND or name not in defaults:

@@ -43,6 +43,17 @@ from tpuport.errors import (
 )
 from tpuport.plugins import plugin_for
 
+#: Pipelines whose videos of one call are not those made alone: prompts of other lengths
+#: change what is attended to, or noise is drawn from one seed for all.
+MIXING = frozenset(
+    (
+        "Cosmos3OmniPipeline",
+        "HeliosPyramidPipeline",
+        "Kandinsky5T2VPipeline",
+        "LTXPipeline",
+    )
+)
+
 
 def check_inspection(settings: Settings) -> None:
     """Refuse a folder for profiles in which there is something else."""
@@ -105,6 +116,11 @@ def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
         known = f"{folder.class_name} has {', '.join(modules)}"
         hint = did_you_mean(name, modules, known)
         raise UsageError(f"--on-host {name}: is no component; {hint}")
+
+
+def wide(placed: PlacedMesh) -> bool:
+    """Whether dp splits more than the pair of a guided step, so that rows divide."""
+    return bool(placed.mesh.shape["dp"] > 2)
 
 
 def prompts_of(settings: Settings, prompts: Sequence[str]) -> Any:
@@ -240,21 +256,25 @@ class PipelineCall:
             self.settle(on_host=named, encode_on=Place.DEVICE)
 
     def settle_batch(self, placed: PlacedMesh) -> None:
-        """Settle the number of videos of a call."""
+        """Settle the number of videos of a call.
+
+        Where :func:`wide` is so, each call has as many as are asked for.
+        """
         settings, folder = self.settings, self.folder
         count = max(len(settings.prompt), 1) * len(settings.seed)
         takes = {"prompt", "generator"} <= folder.all_parameters.keys()
         sounds = any("audio" in name for name in folder.components())
         alone = settings.image or settings.video or folder.blocks is not None or sounds
-        several = takes and not alone
-        wide = placed.mesh.shape["dp"] > 2 and several
-        asked = settings.batch_size or (count if wide else 1)
-        if asked > 1 and not several:
+        several = takes and not alone and folder.class_name not in MIXING
+        whole = wide(placed) and several
+        asked = settings.batch_size or (count if whole else 1)
+        together = asked if whole else min(asked, count)
+        if together > 1 and not several:
             raise UsageError(
                 f"--batch-size {asked}: {folder.class_name} makes one video in a call "
                 "here; leave the flag out"
             )
-        self.settle(batch_size=min(asked, count))
+        self.settle(batch_size=together)
 
     def check_host_memory(self) -> None:
         """Refuse videos whose frames exceed the memory of the machine or its container.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.staged import begun
 from tpuport.cli.runs.variants import with_model
-from tpuport.cli.runs.video_run import VideoRun, find
+from tpuport.cli.runs.video_run import VideoRun, Wanted, find
 from tpuport.core.files.run_lock import holder
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.run_settings import RunSettings
@@ -59,11 +60,25 @@ class Engine:
         Raises:
             TpuportError: the request is wrong, or cannot be made.
         """
-        folder = settings.run_dir
-        assert folder is not None
+        assert settings.run_dir is not None
+        self.make_pack([(settings, digest)], settings.run_dir)
+
+    def make_pack(self, requests: Sequence[tuple[Settings, str]], folder: Path) -> None:
+        """Make the videos of several requests in one call, or go on with the call.
+
+        Args:
+            requests: the settings, with the place of the videos, and the digest of
+                each. The settings differ in prompts, negative prompts, seeds and
+                places alone; all or none have a negative prompt.
+            folder: the run directory, which is removed when all videos are there. The
+                videos of a request appear together, those of the first request first.
+
+        Raises:
+            TpuportError: a request is wrong, or the call cannot be made.
+        """
         _wait_for(folder)
         try:
-            self._made(settings, digest)
+            self._made(requests, folder)
         except WriteError:
             raise
         except ArtifactError:
@@ -71,18 +86,20 @@ class Engine:
             if not folder.exists() or holder(folder) is not None:
                 raise
             shutil.rmtree(folder)
-            self._made(settings, digest)
+            self._made(requests, folder)
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _made(self, settings: Settings, digest: str) -> None:
+    def _made(self, requests: Sequence[tuple[Settings, str]], run_dir: Path) -> None:
         started = time.perf_counter()
-        settings = with_model(settings)
+        named = [(with_model(settings), digest) for settings, digest in requests]
+        wanted = _wanted(named) if len(named) > 1 else ()
+        settings = replace(_together(named[0][0], wanted), run_dir=run_dir)
         folder = find(settings, self._reporter)
-        run = VideoRun.prepared(settings, folder, self._reporter)
-        run.request = digest
-        outputs = run.outputs("")
+        run = VideoRun.prepared(settings, folder, self._reporter, wanted=wanted)
+        run.request = named[0][1]
+        outputs = [run.outputs_of(asked, _count(asked)) for asked, _ in named]
         self._take(run)
-        with begun(run, outputs.asked) as kept:
+        with begun(run, outputs[0].asked if not wanted else "") as kept:
             run.kept = kept
             try:
                 run.make_open(outputs, started)
@@ -102,6 +119,33 @@ class Engine:
         for name in ("pipeline", "journal", "load", "caches", "inspection", "blocks"):
             setattr(run, name, getattr(other, name))
         run.journal.reporter = run.reporter
+
+
+def _wanted(requests: Sequence[tuple[Settings, str]]) -> tuple[Wanted, ...]:
+    """The videos of several requests."""
+    return tuple(
+        Wanted(prompt, settings.negative_prompt, seed, digest)
+        for settings, digest in requests
+        for prompt in settings.prompt
+        for seed in settings.seed
+    )
+
+
+def _together(settings: Settings, wanted: Sequence[Wanted]) -> Settings:
+    """The settings of one call that makes these videos; without any, as they are."""
+    if not wanted:
+        return settings
+    return replace(
+        settings,
+        prompt=tuple(str(video.prompt) for video in wanted),
+        seed=(wanted[0].seed,),
+        batch_size=max(settings.batch_size or 1, len(wanted)),
+        out=None,
+    )
+
+
+def _count(settings: Settings) -> int:
+    return max(len(settings.prompt), 1) * len(settings.seed)
 
 
 def _opened_with(run: VideoRun) -> tuple[Any, ...]:

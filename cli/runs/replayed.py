@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.video_run import Again, VideoRun, find
+from tpuport.cli.runs.video_run import Again, VideoRun, Wanted, find
 from tpuport.cli.shown.output import print_summary, say
 from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.sealed_json import show
@@ -31,12 +31,17 @@ def replayed(
     """
     recorded = sidecar.read(file)
     video = _check_video(file, recorded)
-    again = replace(_again(file, recorded), files=(file, *([video] if video else [])))
+    wanted = _wanted(file, recorded)
+    again = Again(
+        video=recorded["video"],
+        noise=recorded["noise"],
+        files=(file, *([video] if video else [])),
+    )
     settings = _recorded(file, recorded, asked)
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
     folder = find(settings, reporter)
-    run = VideoRun.prepared(settings, folder, reporter, again=again)
+    run = VideoRun.prepared(settings, folder, reporter, again=again, wanted=wanted)
     _check_same(file, recorded, run)
     outputs = None if asked.out is None else run.outputs("")
     videos, report = run.make(outputs, started)
@@ -74,22 +79,19 @@ def _check_video(file: Path, recorded: Sidecar) -> Path | None:
     return video
 
 
-def _again(file: Path, recorded: Sidecar) -> Again:
+def _wanted(file: Path, recorded: Sidecar) -> tuple[Wanted, ...]:
+    """The videos of the recorded call."""
     request = recorded["request"]
     prompts, seeds = request["prompts"], next(iter(request["seeds"]), [])
-    given = len(request["negative_prompts"])
-    if not len(prompts) == len(seeds) == given or not 0 <= recorded["video"] < len(
+    given = request["negative_prompts"]
+    if not len(prompts) == len(seeds) == len(given) or not 0 <= recorded["video"] < len(
         prompts
     ):
         raise ArtifactError(
             f"{file}: names video {recorded['video']} of {len(prompts)} prompts "
             f"and {len(seeds)} seeds; it cannot be replayed"
         )
-    return Again(
-        videos=tuple(zip(prompts, seeds, strict=True)),
-        video=recorded["video"],
-        noise=recorded["noise"],
-    )
+    return tuple(map(Wanted, prompts, given, seeds))
 
 
 def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:

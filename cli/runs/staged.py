@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,8 @@ def _plain(run: VideoRun) -> dict[str, Any]:
         del asked["weights_on"]
     if run.folder.loras:
         asked["lora"] = [str(lora.choice) for lora in run.folder.loras]
+    if run.wanted:
+        asked["videos"] = [plain(astuple(video)) for video in run.wanted]
     return {**asked, "mesh": run.how["mesh"]}
 
 
@@ -259,6 +261,11 @@ def _asked_again(kept: PipelineRun, settings: Settings, *, resumes: bool) -> Set
         resumes: also how the run was run so far.
     """
     asked = dict(kept.record["asked"])
+    if "videos" in asked:
+        raise UsageError(
+            f"{kept.path}: is of several requests of a batch; run the same `tpuport "
+            "batch` again"
+        )
     dtype = asked.get("dtype")
     if settings.dtype not in (None, dtype):
         raise UsageError(

@@ -25,6 +25,7 @@ from tpuport.cli.runs.checks import (
     check_on_host,
     check_vae,
     upstreams_errors,
+    wide,
 )
 from tpuport.cli.runs.previewed import preview_file, previewed
 from tpuport.cli.runs.size_class import sized
@@ -102,17 +103,30 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
 
 
 @dataclass(frozen=True)
-class Again:
-    """What a replay makes again: the call that made a video.
+class Wanted:
+    """A video that a call makes.
 
     Attributes:
-        videos: prompt and seed of each video of the call.
-        video: which of these is wanted.
+        prompt, negative_prompt: ``None`` for upstream's own.
+        request: the digest of a request of a batch; empty for none.
+    """
+
+    prompt: str | None
+    negative_prompt: str | None
+    seed: int
+    request: str = ""
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a replay makes again: a video of a call.
+
+    Attributes:
+        video: which of the call is wanted.
         noise: which of the noises of ``--latents`` the first was made from.
         files: that a replay compares with.
     """
 
-    videos: tuple[tuple[str | None, int], ...]
     video: int
     noise: int
     files: tuple[Path, ...] = ()
@@ -130,6 +144,8 @@ class VideoRun(PipelineCall):
         calls: of modules, by name: of how many programs.
         blocks: those in place, which a plugin may have.
         again: what a replay makes again; ``None`` for what the settings ask for.
+        wanted: the videos of one call, of a replay or of several requests; empty for
+            every prompt of the settings with every seed.
         pipeline, journal, load, caches, inspection: while the pipeline is open: the
             pipeline, what is noted of its calls, what gives a component its weights
             before it is called, the step cache, and what looks at the calls.
@@ -146,6 +162,7 @@ class VideoRun(PipelineCall):
     calls: dict[str, int] = field(default_factory=dict)
     blocks: Blocks = Blocks.UPSTREAM
     again: Again | None = None
+    wanted: tuple[Wanted, ...] = ()
     pipeline: Any = field(init=False)
     journal: Journal = field(init=False)
     load: Callable[[str], None] = field(init=False)
@@ -165,11 +182,12 @@ class VideoRun(PipelineCall):
         *,
         partly: bool = False,
         again: Again | None = None,
+        wanted: tuple[Wanted, ...] = (),
     ) -> VideoRun:
         """Everything checked that needs no weights.
 
         Args:
-            again: what a replay makes again.
+            again, wanted: see :class:`VideoRun`.
             partly: some components are not called, and their weights may be missing.
         """
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
@@ -207,7 +225,8 @@ class VideoRun(PipelineCall):
         call.check_mesh(placed)
         call.check_step_cache(placed)
         inputs = {name: file_digest(Path(name)) for name in _files(call.settings)}
-        return cls(**vars(call), placed=placed, inputs=inputs, again=again)
+        videos: dict[str, Any] = {"again": again, "wanted": wanted}
+        return cls(**vars(call), placed=placed, inputs=inputs, **videos)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -230,18 +249,29 @@ class VideoRun(PipelineCall):
         """Of the files."""
         return float(self.settings.fps or default_of(self.folder, "fps") or FPS)
 
-    def videos(self) -> list[tuple[str | None, int]]:
-        """Prompt and seed of each video."""
-        if self.again is not None:
-            return list(self.again.videos)
-        prompts = self.settings.prompt or (None,)
-        return [(prompt, seed) for prompt in prompts for seed in self.settings.seed]
+    def videos(self) -> list[Wanted]:
+        """The videos in order."""
+        if self.wanted:
+            return list(self.wanted)
+        asked = self.settings
+        prompts, negative = asked.prompt or (None,), asked.negative_prompt
+        return [
+            Wanted(prompt, negative, seed, self.request)
+            for prompt in prompts
+            for seed in asked.seed
+        ]
 
     def together(self) -> list[range]:
         """The numbers of the videos of each call."""
         count = len(self.videos())
         each = self.settings.batch_size or 1
         return [range(n, min(n + each, count)) for n in range(0, count, each)]
+
+    def in_call(self, numbers: range) -> list[Wanted]:
+        """The videos that a call makes; where rows must divide, a last one repeats."""
+        videos = [self.videos()[number] for number in numbers]
+        missing = (self.settings.batch_size or 1) - len(videos)
+        return videos + videos[-1:] * (missing if wide(self.placed) else 0)
 
     def outputs(self, name: str) -> Outputs:
         """Where the videos go; creates nothing.
@@ -250,9 +280,13 @@ class VideoRun(PipelineCall):
             name: the place without --out.
         """
         count = 1 if self.again is not None else len(self.videos())
+        return self.outputs_of(self.settings, count, name)
+
+    def outputs_of(self, asked: Settings, count: int, name: str = "") -> Outputs:
+        """Where ``count`` of the videos go, which settings say."""
         read = [Path(name).expanduser() for name in self.inputs]
         read += self.again.files if self.again else ()
-        outputs = _outputs(self.settings, name, count, read)
+        outputs = _outputs(asked, name, count, read)
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
@@ -292,16 +326,20 @@ class VideoRun(PipelineCall):
         late = until is not None or bool(kept and kept.begun)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.opened(late=late))
-            return self.make_open(outputs, started)
+            return self.make_open([outputs] if outputs else [], started)
 
     def make_open(
-        self, outputs: Outputs | None, started: float
+        self, outputs: Sequence[Outputs], started: float
     ) -> tuple[list[Video], RunReport]:
-        """:meth:`make` while the pipeline is open."""
+        """:meth:`make` while the pipeline is open.
+
+        Args:
+            outputs: where the first videos go, the next ones, and so on.
+        """
         with contextlib.ExitStack() as stack:
             writers: list[VideoWriter] = []
-            if outputs is not None:
-                writers = stack.enter_context(outputs.writers(self.fps))
+            for one in outputs:
+                writers += stack.enter_context(one.writers(self.fps))
             stages: list[Any] = []
             count = len(self.videos())
             for call, numbers in enumerate(self.together()):
@@ -319,10 +357,12 @@ class VideoRun(PipelineCall):
                     if made is not None:
                         self._write(numbers, made, writers)
             report = self.report(stages, time.perf_counter() - started)
-            if outputs is None:
-                return [], report
-            describe = functools.partial(self._sidecar, report)
-            return outputs.publish(writers, describe), report
+            videos: list[Video] = []
+            for one in outputs:
+                own = writers[len(videos) :][: len(one.wanted)]
+                describe = functools.partial(self._sidecar, report, len(videos))
+                videos += one.publish(own, describe)
+            return videos, report
 
     @contextlib.contextmanager
     def opened(self, *, late: bool = False) -> Iterator[None]:
@@ -385,7 +425,7 @@ class VideoRun(PipelineCall):
         """What a call makes, and the reports of its stages; ``None`` before decode."""
         numbers = self.together()[index]
         given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
-        torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
+        torch.manual_seed(self.videos()[numbers[0]].seed)  # of pipelines that draw so
         output, reports = self.called(given, index)
         if self.until is not None:
             return None, reports
@@ -442,16 +482,17 @@ class VideoRun(PipelineCall):
             return output, drive.reports
         return output, inspection.ended(drive.reports)
 
-    def _own(self, numbers: Sequence[int]) -> dict[str, Any]:
+    def _own(self, numbers: range) -> dict[str, Any]:
         """The keywords of a call that are its videos' own; several are in lists."""
         known = self.folder.all_parameters
-        videos = [self.videos()[number] for number in numbers]
+        videos = self.in_call(numbers)
         found: dict[str, list[Any]] = {}
-        if videos[0][0] is not None:
-            found["prompt"] = [prompt for prompt, _ in videos]
+        for name in ("prompt", "negative_prompt"):
+            if getattr(videos[0], name) is not None:
+                found[name] = [getattr(video, name) for video in videos]
         if "generator" in known:
             found["generator"] = [
-                torch.Generator("cpu").manual_seed(seed) for _, seed in videos
+                torch.Generator("cpu").manual_seed(video.seed) for video in videos
             ]
         given: dict[str, Any] = {
             name: values if len(values) > 1 else values[0]
@@ -460,18 +501,19 @@ class VideoRun(PipelineCall):
         noise = read_noise(self.settings.latents)
         if noise is not None:
             first = numbers[0] + (self.again.noise if self.again else 0)
-            if len(noise) == 1:  # one serves all
-                noise, first = noise.repeat(len(numbers), 1, 1, 1, 1), 0
-            given["latents"] = noise[first : first + len(numbers)]
+            last = len(noise) - 1  # one serves all
+            rows = [min(first + number, last) for number in range(len(videos))]
+            given["latents"] = noise[rows]
         return given
 
     def _write(
-        self, numbers: Sequence[int], made: Made, writers: Sequence[VideoWriter]
+        self, numbers: range, made: Made, writers: Sequence[VideoWriter]
     ) -> None:
-        if len(made.frames) < len(numbers):
+        count = len(self.in_call(numbers))
+        if len(made.frames) < count:
             raise UsageError(
                 f"{self.folder.class_name} made {plural(len(made.frames), 'video')} of "
-                f"{len(numbers)} prompts: leave --batch-size out"
+                f"{count} prompts: leave --batch-size out"
             )
         asked, found = self.settings.num_frames, len(made.frames[0])
         if asked is not None and asked != found and numbers[0] == 0:
@@ -490,16 +532,21 @@ class VideoRun(PipelineCall):
                 writers[place].write(frames, sound, made.rate)
 
     def _sidecar(
-        self, report: RunReport, index: int, output: Mapping[str, Any]
+        self, report: RunReport, first: int, index: int, output: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the sidecar of a video says: a :class:`sidecar.Sidecar`."""
+        """What the sidecar of a video says: a :class:`sidecar.Sidecar`.
+
+        Args:
+            index: of the video, counted from the ``first`` that the outputs have.
+        """
         settings, checkpoint = self.settings, self.folder.checkpoint
         flags = {n: getattr(settings, n) for n in _FLAGS}
         if settings.step_cache is not None:
             flags["step_cache"] = str(settings.step_cache)
-        number = index + (self.again.video if self.again else 0)
+        number = first + index + (self.again.video if self.again else 0)
         call = next(c for c in self.together() if number in c)
-        videos = [self.videos()[n] for n in call]
+        videos = self.in_call(call)
+        request = self.videos()[number].request
         return {
             "pipeline": self.folder.class_name,
             "weights": {
@@ -508,21 +555,21 @@ class VideoRun(PipelineCall):
                 "loras": [lora.as_dict() for lora in self.folder.loras],
             },
             "request": {
-                "prompts": [prompt for prompt, _ in videos],
-                "negative_prompts": [settings.negative_prompt] * len(videos),
-                "seeds": [[seed for _, seed in videos]],
+                "prompts": [video.prompt for video in videos],
+                "negative_prompts": [video.negative_prompt for video in videos],
+                "seeds": [[video.seed for video in videos]],
                 "flags": {n: v for n, v in flags.items() if v is not None},
                 "options": dict(settings.options),
             },
             "video": number - call[0],
             "noise": call[0] + (self.again.noise if self.again else 0),
-            **({"batch": self.request} if self.request else {}),
+            **({"batch": request} if request else {}),
             "inputs": dict(self.inputs),
             "how": self.how,
             "versions": versions(),
             "platform": {"system": platform.platform(), "devices": report.devices},
             "output": dict(output),
-            "frames_sha256": self.digests[index],
+            "frames_sha256": self.digests[first + index],
             "summary": {
                 "total_seconds": round(report.total_seconds, 3),
                 "peak_host_bytes": report.peak_host_bytes,

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.driver import TRIES, Batch
 from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Ended, ThisProcess, Told
+from tpuport.cli.batches.packs import Pack, packs
 from tpuport.cli.batches.requests import Request, read_requests
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
@@ -33,35 +36,47 @@ def make(request: Request) -> None:
 
 
 class Fake:
-    """Replicas of which a request named poison leaves nothing."""
+    """Replicas of which a request named poison leaves nothing.
 
-    def __init__(self, count: int) -> None:
-        self.given: dict[int, Request] = {}
+    A call with one named bad makes no video, nor does one of more than ``most``.
+    """
+
+    def __init__(self, count: int, most: int = 100) -> None:
+        self.most = most
+        self.given: dict[int, Pack] = {}
         self.count = count
-        self.order: list[tuple[int, Request]] = []
+        self.order: list[tuple[int, Pack]] = []
 
     def idle(self) -> list[int]:
         return [n for n in range(self.count) if n not in self.given]
 
-    def begin(self, replica: int, request: Request) -> None:
-        self.given[replica] = request
-        self.order.append((replica, request))
+    def begin(self, replica: int, pack: Pack) -> None:
+        self.given[replica] = pack
+        self.order.append((replica, pack))
 
     def wait(self) -> list[Ended]:
         number = next(iter(self.given))  # the one at work for longest
-        request = self.given.pop(number)
-        poison = request.key == "poison"
-        if not poison:
-            make(request)
-        return [Ended(replica=number, request=request, error="", lost=poison)]
+        pack = self.given.pop(number)
+        poison = any(request.key == "poison" for request in pack)
+        bad = any(request.key == "bad" for request in pack)
+        if not (poison or bad or len(pack) > self.most):
+            for request in pack:
+                make(request)
+        return [Ended(replica=number, pack=pack, error="", lost=poison)]
+
+    def keys(self) -> list[list[str]]:
+        """The requests of each call, in order."""
+        return [[request.key for request in pack] for _, pack in self.order]
 
 
-def batch(tmp_path: Path, *lines: dict[str, Any]) -> tuple[Batch, BatchFolder]:
+def batch(
+    tmp_path: Path, *lines: dict[str, Any], **below: Any
+) -> tuple[Batch, BatchFolder]:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     folder = BatchFolder(tmp_path / "out")
     with folder.held():
-        return Batch.read(file, folder, Settings()), folder
+        return Batch.read(file, folder, Settings(**below)), folder
 
 
 def test_a_request_that_no_replica_survives_is_given_up(tmp_path: Path) -> None:
@@ -70,8 +85,7 @@ def test_a_request_that_no_replica_survives_is_given_up(tmp_path: Path) -> None:
     replicas = Fake(2)
     made.run(replicas, Display())
     assert (made.made, made.failed, made.left) == (4, 1, 0)
-    tried = [request.key for _, request in replicas.order]
-    assert tried.count("poison") == TRIES
+    assert replicas.keys().count(["poison"]) == TRIES
     (error,) = map(json.loads, folder.errors.read_text().splitlines())
     assert (error["line"], error["key"], error["tries"]) == (1, "poison", TRIES)
     assert len(folder.results.read_text().splitlines()) == 4
@@ -83,7 +97,7 @@ def test_a_replica_keeps_to_its_shape(tmp_path: Path) -> None:
     made, _ = batch(tmp_path, *lines)
     replicas = Fake(2)
     made.run(replicas, Display())
-    shapes = [{r.shape for n, r in replicas.order if n == number} for number in (0, 1)]
+    shapes = [{p[0].shape for n, p in replicas.order if n == one} for one in (0, 1)]
     assert [len(one) for one in shapes] == [1, 1]
 
 
@@ -100,22 +114,105 @@ def test_a_video_of_another_request_is_kept(tmp_path: Path) -> None:
     assert batch(tmp_path, fox)[0].left == 1
 
 
+def test_packs_are_of_requests_that_are_alike(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a fox"},
+        {"prompt": "a cat", "seed": 3},
+        {"prompt": "a fox", "steps": 3},
+        {"prompt": "a cat", "negative_prompt": "blurry"},
+        {"prompt": "a fox", "image": "x.png"},
+        {"prompt": "a bee", "image": "x.png"},
+        {"prompt": "a boat", "seed": [1, 2], "out": "boat.gif"},
+        {"prompt": "a dog", "negative_prompt": "dark"},
+        {"prompt": "a hen", "seed": [1, 2, 3, 4, 5]},
+        {"prompt": "a bee", "checkpoint_every": 5},
+        {},
+        {"seed": 1},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    requests = list(read_requests(file, tmp_path, Settings()))
+    found = packs(cast("list[Request]", requests), 4)
+    assert [[request.line for request in pack] for pack in found] == [
+        *([1, 2, 7], [3], [4, 8], [5], [6], [9], [10], [11], [12])
+    ]
+
+
+def test_a_pack_is_made_in_one_call(tmp_path: Path) -> None:
+    """Of those left by a run before, others are partners; a line may have its own N."""
+    lines = [{"prompt": f"fox {n}", "id": f"fox-{n}"} for n in range(5)]
+    own: dict[str, Any] = {"prompt": "a cat", "batch_size": 1}
+    made, _ = batch(tmp_path, *lines[:1])
+    made.run(Fake(1), Display())
+    made, _ = batch(tmp_path, *lines, {**own, "id": "a"}, batch_size=3)
+    replicas = Fake(1)
+    made.run(replicas, Display())
+    assert replicas.keys() == [["fox-1", "fox-2", "fox-3"], ["fox-4"], ["a"]]
+    assert (made.made, made.failed) == (5, 0)
+    again, _ = batch(tmp_path, *lines, batch_size=2)  # decides no video
+    assert again.left == 0
+
+
+def test_a_bad_request_does_not_take_its_partners(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [{"prompt": f"fox {n}", "id": f"fox-{n}"} for n in range(5)]
+    made, folder = batch(tmp_path, {"prompt": "x", "id": "bad"}, *good, batch_size=3)
+    replicas = Fake(1)
+    made.run(replicas, Display())
+    assert replicas.keys() == [
+        *(["bad", "fox-0", "fox-1"], ["bad"], ["fox-0"], ["fox-1"]),
+        ["fox-2", "fox-3", "fox-4"],
+    ]
+    assert (made.made, made.failed) == (5, 1)
+    (error,) = map(json.loads, folder.errors.read_text().splitlines())
+    assert (error["line"], error["key"], error["tries"]) == (1, "bad", 1)
+    assert "lines 1, 2, 3: not in one call (" in capsys.readouterr().err
+
+
+def test_a_pipeline_that_takes_one_prompt_is_told_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": f"fox {n}", "id": f"fox-{n}"} for n in range(6)]
+    made, _ = batch(tmp_path, *lines, batch_size=2)
+    replicas = Fake(1, most=1)
+    made.run(replicas, Display())
+    single = [[f"fox-{n}"] for n in range(6)]
+    assert replicas.keys() == [["fox-0", "fox-1"], *single]
+    assert (made.made, made.failed) == (6, 0)
+    assert capsys.readouterr().err.count("not in one call") == 1
+
+
+def test_a_pack_that_no_replica_survives_is_taken_apart(tmp_path: Path) -> None:
+    good = [{"prompt": f"fox {n}", "id": f"fox-{n}"} for n in range(2)]
+    made, folder = batch(tmp_path, {"prompt": "x", "id": "poison"}, *good, batch_size=2)
+    replicas = Fake(1)
+    made.run(replicas, Display())
+    assert replicas.keys() == [
+        *[["poison", "fox-0"]] * TRIES,
+        *[["poison"]] * TRIES,
+        *(["fox-0"], ["fox-1"]),
+    ]
+    assert (made.made, made.failed) == (2, 1)
+    assert "given up after 3 tries" in folder.errors.read_text()
+
+
 def test_one_process_says_which_errors_may_pass(tmp_path: Path) -> None:
     """As a replica of Ray does: memory that others took is worth another try."""
     raised: list[Exception] = [MemoryError(), UsageError("a seed is missing")]
 
     class Engine:
-        def make(self, settings: Settings, digest: str) -> None:
+        def make_pack(self, requests: Any, folder: Path) -> None:
             raise raised.pop(0)
 
     replica = ThisProcess(cast("Any", Engine()), Told(Display(lambda: None)))
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a fox"}')
-    (request,) = read_requests(file, tmp_path, Settings())
+    (request,) = read_requests(file, tmp_path, Settings(run_dir=tmp_path / "run"))
     assert isinstance(request, Request)
     found = []
     for _ in range(2):
-        replica.begin(0, request)
+        replica.begin(0, (request,))
         (ended,) = replica.wait()
         found.append((ended.error, ended.lost))
     assert found == [("MemoryError", True), ("a seed is missing", False)]
