@@ -110,7 +110,7 @@ class Settings(RunSettings, Asked):
     batch_size: int | None = setting(
         kinds.positive,
         "--batch-size N",
-        "Videos that are made together, in one call.",
+        "Up to so many videos in one call.",
         commands="GEPC",
         panel=WHAT,
     )

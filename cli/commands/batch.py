@@ -53,9 +53,10 @@ def batch(
     """Make the videos of a file of requests.
 
     A line is a JSON object whose keys are flags of `generate`, and maybe an `id`. The
-    flags here are for all lines that say nothing else. Run again, it goes on.
+    flags here are for all lines that say nothing else. Run again, it goes on. With
+    --batch-size, requests that are alike but for prompt and seed share a call.
 
-    Example: tpuport batch prompts.jsonl --out videos/ --steps 30
+    Example: tpuport batch prompts.jsonl --out videos/ --mesh dp=8 --batch-size 8
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
