@@ -123,11 +123,14 @@ def wide(placed: PlacedMesh) -> bool:
     return bool(placed.mesh.shape["dp"] > 2)
 
 
-def prompts_of(settings: Settings, prompts: Sequence[str]) -> Any:
-    """What a call is given for as many videos as are made together."""
+def prompts_of(settings: Settings, prompts: Sequence[str]) -> dict[str, Any]:
+    """The texts of a call for as many videos as are made together; several in lists."""
     pairs = [prompt for prompt in prompts for _ in settings.seed]
-    given = (pairs * (settings.batch_size or 1))[: settings.batch_size or 1]
-    return given if len(given) > 1 else given[0]
+    count = settings.batch_size or 1
+    found = {"prompt": (pairs * count)[:count]}
+    if settings.negative_prompt is not None:
+        found["negative_prompt"] = [settings.negative_prompt] * count
+    return {name: one if count > 1 else one[0] for name, one in found.items()}
 
 
 @dataclass(kw_only=True)
@@ -156,7 +159,7 @@ class PipelineCall:
         """The keywords of a call that is rehearsed, up to its latents."""
         given = dict(self.arguments)
         if "prompt" in self.folder.parameters and "prompt" not in given:
-            given["prompt"] = prompts_of(self.settings, self.settings.prompt)
+            given |= prompts_of(self.settings, self.settings.prompt)
         if self.folder.blocks is None and "output_type" in self.folder.all_parameters:
             given.setdefault("output_type", "latent")
         return given
@@ -308,7 +311,7 @@ class PipelineCall:
         pipeline = self.bare()
         self._warn_of_long_prompts(pipeline, given)
         if settings.prompt:
-            given["prompt"] = prompts_of(settings, settings.prompt)
+            given |= prompts_of(settings, settings.prompt)
         check = getattr(pipeline, "check_inputs", None)
         takes = inspect.signature(check).parameters.values() if check else ()
         if any(p.name not in given and p.default is p.empty for p in takes):

@@ -59,7 +59,7 @@ def prepared(
     arguments = arguments_of(folder, sized(settings, folder, reporter))
     folder.check_packages(arguments)
     if "prompt" in folder.parameters:
-        arguments["prompt"] = prompts_of(settings, settings.prompt or (PROMPT,))
+        arguments |= prompts_of(settings, settings.prompt or (PROMPT,))
     arguments |= as_arrays(folder)
     latent = folder.blocks is None and "output_type" in folder.all_parameters
     if latent and stages == [StageName.DENOISE]:

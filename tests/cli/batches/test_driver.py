@@ -59,7 +59,9 @@ class Fake:
         pack = self.given.pop(number)
         poison = any(request.key == "poison" for request in pack)
         bad = any(request.key == "bad" for request in pack)
-        if not (poison or bad or len(pack) > self.most):
+        videos = sum(request.count for request in pack)
+        together = min(videos, pack[0].settings.batch_size or 1)
+        if not (poison or bad or together > self.most):
             for request in pack:
                 make(request)
         return [Ended(replica=number, pack=pack, error="", lost=poison)]
@@ -173,14 +175,22 @@ def test_a_bad_request_does_not_take_its_partners(
 def test_a_pipeline_that_takes_one_prompt_is_told_of_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [{"prompt": f"fox {n}", "id": f"fox-{n}"} for n in range(6)]
-    made, _ = batch(tmp_path, *lines, batch_size=2)
+    lines: list[dict[str, Any]] = [
+        {"prompt": f"fox {n}", "id": f"fox-{n}"} for n in range(6)
+    ]
+    lines[4]["seed"] = [1, 2]
+    image = {"prompt": "a cat", "seed": [1, 2], "image": "x.png", "id": "image"}
+    made, _ = batch(tmp_path, *lines, image, batch_size=2)
     replicas = Fake(1, most=1)
     made.run(replicas, Display())
     single = [[f"fox-{n}"] for n in range(6)]
-    assert replicas.keys() == [["fox-0", "fox-1"], *single]
-    assert (made.made, made.failed) == (6, 0)
-    assert capsys.readouterr().err.count("not in one call") == 1
+    assert replicas.keys() == [["fox-0", "fox-1"], *single, ["image"], ["image"]]
+    assert (made.made, made.failed) == (7, 0)
+    said = capsys.readouterr().err
+    assert said.count("each made alone") == 3
+    assert "--batch-size: 1 request from an image, a video or --latents" in said
+    assert "lines 1, 2: not in one call (" in said
+    assert "line 7: not in one call (" in said
 
 
 def test_a_pack_that_no_replica_survives_is_taken_apart(tmp_path: Path) -> None:

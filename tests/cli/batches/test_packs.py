@@ -144,6 +144,7 @@ def test_a_killed_call_goes_on_and_its_requests_may_have_other_partners(
     write(*first)
     run_dir = kill()
     kept = steps(run_dir)
+    cli.refused("is of several requests of a batch", "resume", run_dir)
     ran = cli.good(*batch)
     assert f"going on with the run in {run_dir.absolute()}" in ran.err, kept
     assert len(records(Path("out/results.jsonl"))) == 3
