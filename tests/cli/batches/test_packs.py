@@ -67,7 +67,9 @@ def test_each_video_of_a_call_is_the_one_made_alone(cli: Cli, folder: Path) -> N
         check_alone(cli, asked, line)
     for number, seed in enumerate(lines[2]["seed"]):
         check_alone(cli, asked, lines[2] | {"seed": seed, "out": f"c/00{number}/"})
-    assert cli.good("batch", file, "--out", "out", *asked, "--json").json["made"] == 0
+    mesh = rows[:2]
+    again = cli.good("batch", file, "--out", "out", *asked, *mesh, "--json").json
+    assert (again["made"], again["done"]) == (0, 4)
 
 
 def test_a_step_cache_and_a_lora_are_those_of_a_request_alone(
@@ -125,7 +127,7 @@ def test_a_killed_call_goes_on_and_its_requests_may_have_other_partners(
     batch = ("batch", "prompts.jsonl", "--out", "out", *asked, "--batch-size", "2")
     batch += ("--checkpoint-every", "1")
 
-    def kill() -> Path:
+    def kill(done: int) -> Path:
         environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
         command = [sys.executable, "-m", "tpuport", *map(str, batch)]
         with Path("killed.err").open("wb") as err:
@@ -138,11 +140,11 @@ def test_a_killed_call_goes_on_and_its_requests_may_have_other_partners(
         found = wait_for(under_way, process)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert not records(Path("out/results.jsonl"))
+        assert len(records(Path("out/results.jsonl"))) == done
         return Path(found)
 
     write(*first)
-    run_dir = kill()
+    run_dir = kill(done=0)
     kept = steps(run_dir)
     cli.refused("is of several requests of a batch", "resume", run_dir)
     ran = cli.good(*batch)
@@ -154,7 +156,7 @@ def test_a_killed_call_goes_on_and_its_requests_may_have_other_partners(
     with_others = [{**line, "out": f"x{line['out']}"} for line in first]
     new = {"prompt": "a bee", "seed": 4, "out": "xd/", **PLAIN}
     write(*with_others)
-    kill()
+    kill(done=3)
     write(new, *with_others)
     ran = cli.good(*batch)
     assert "going on" not in ran.err
@@ -162,3 +164,29 @@ def test_a_killed_call_goes_on_and_its_requests_may_have_other_partners(
     for line, same in zip(first, with_others, strict=True):
         found = pixels(f"out/{same['out']}")
         assert np.abs(found - pixels(f"alone-{line['out']}")).max() <= 1
+
+
+def test_a_replica_makes_several_requests_in_one_call(cli: Cli, folder: Path) -> None:
+    """A cluster starts, and a replica imports what it needs: more than 10 s."""
+    pytest.importorskip("ray")
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a fox", "seed": 1, "out": "a/", **PLAIN},
+        {"prompt": LONG, "seed": 2, "out": "b/", **PLAIN},
+        {
+            "prompt": "snow",
+            "seed": 3,
+            "size": "9x9",
+            "out": "c/",
+            "backend": "diffusers",
+        },
+    ]
+    lines.append({**lines[0], "seed": [4, 5], "out": "d/"})
+    asked = ("--weights", folder, *FLAGS)
+    more = ("--batch-size", "2", "--ray", "local", "--json")
+    ran = cli("batch", write(*lines), "--out", "out", *asked, *more)
+    assert (ran.code, ran.json["made"], ran.json["failed"]) == (1, 3, 1), ran.err
+    for name, seeds in (("a", [1, 2]), ("b", [1, 2]), ("d/000", [4, 5])):
+        made = read_sidecar(Path(f"out/{name}.png.json"))["request"]
+        assert made["seeds"] == [seeds]
+    for line in lines[:2]:
+        check_alone(cli, asked, line)
