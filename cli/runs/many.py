@@ -69,7 +69,7 @@ class Engine:
         Args:
             requests: the settings, with the place of the videos, and the digest of
                 each. The settings differ in prompts, negative prompts, seeds and
-                places alone; all or none have a negative prompt.
+                places alone; each has a prompt, and all or none a negative one.
             folder: the run directory, which is removed when all videos are there. The
                 videos of a request appear together, those of the first request first.
 
