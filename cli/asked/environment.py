@@ -53,8 +53,14 @@ _QUIET = {
 }
 _LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg", "gcsfs")
 
+#: Of a cache folder: unfinished runs of batches whose videos go to a store.
+BATCHES = "batches"
+
 #: The folders in the cache folder that commands write to.
-_FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules", "previews", FETCHED)
+_FOLDERS = (
+    *(COMPILED, DEMO, "runs", "kernels", "schedules", "previews", FETCHED),
+    BATCHES,
+)
 
 
 #: What every run imports sooner or later, and what takes long of that.

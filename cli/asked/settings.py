@@ -127,28 +127,28 @@ class Settings(RunSettings, Asked):
         "--distributed",
         "Run on all hosts: docs/many-hosts.md.",
         default=False,
-        commands="GENDSB",
+        commands="GENDSBC",
         panel=WHERE,
     )
     coordinator: tuple[str, int] | None = setting(
         kinds.address,
         "--coordinator HOST:PORT",
         "The same by hand: where process 0 is,",
-        commands="GENDSB",
+        commands="GENDSBC",
         panel=WHERE,
     )
     num_processes: int | None = setting(
         kinds.positive,
         "--num-processes N",
         "how many there are,",
-        commands="GENDSB",
+        commands="GENDSBC",
         panel=WHERE,
     )
     process_id: int | None = setting(
         kinds.number_from_0,
         "--process-id I",
         "and which one this is, from 0.",
-        commands="GENDSB",
+        commands="GENDSBC",
         panel=WHERE,
     )
     report: AnyPath | None = setting(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,12 +17,15 @@ from tpuport.cli.batches.local import Ended, Replicas
 from tpuport.cli.batches.packs import Pack, lines, packs, smaller
 from tpuport.cli.batches.requests import RUNS, Request, read_requests
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.stores import AnyPath
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 #: Replicas that a request may lose before it is given up.
 TRIES = 3
+#: Requests that are looked up at a time; a store answers each after a while.
+_LOOKS = 16
 
 
 @dataclass(kw_only=True)
@@ -62,7 +66,7 @@ class Batch:
         batch = cls(folder=folder)
         errors: list[tuple[int, str | None, str]] = []
         by_key: dict[str, Request] = {}
-        owner: dict[Path, int] = {folder.path / RUNS: 0}
+        owner: dict[AnyPath, int] = {folder.path / RUNS: 0}
         for one in read_requests(file, folder.path, below):
             if not isinstance(one, Request):
                 errors.append((one[0], None, one[1]))
@@ -95,8 +99,10 @@ class Batch:
         """Find what is done, and note the lines with errors."""
         done: list[dict[str, Any]] = []
         unfinished: set[str] = set()
-        for request in requests:
-            found = self.folder.finished(request)
+        requests = list(requests)
+        with ThreadPoolExecutor(_LOOKS) as pool:
+            there = list(pool.map(self.folder.finished, requests))
+        for request, found in zip(requests, there, strict=True):
             if found is not None:
                 done += found
                 self.before += 1
@@ -106,8 +112,7 @@ class Batch:
             except (UsageError, OSError) as error:
                 errors.append((request.line, request.key, one_line(error)))
                 continue
-            base = self.folder.path
-            unfinished |= {str(path.relative_to(base)) for path in request.paths}
+            unfinished |= set(map(self.folder.name_of, request.paths))
             run_dir = self.folder.run_dir(request)
             own = replace(request.settings, run_dir=run_dir)
             own = replace(request, settings=own)

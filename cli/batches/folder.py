@@ -1,7 +1,8 @@
 """The folder of a batch: its videos, what is done, and what failed.
 
 A video counts as done when its sidecar lies beside it, is of the request, and has the
-sha256 of the video. So no other file need be right for a batch to go on.
+sha256 of the video, in a store its size. So no other file need be right for a batch to
+go on.
 """
 
 from __future__ import annotations
@@ -10,25 +11,50 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tpuport.cli.batches.requests import ERRORS, RESULTS, RUNS, Request
-from tpuport.core.files.atomic import atomic_write_bytes, cannot_write, remove_empty
+from tpuport.core.files.atomic import (
+    TEMPORARY,
+    atomic_write_bytes,
+    cannot_write,
+    remove_empty,
+)
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.folders import check_own_folder
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
+from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.errors import ArtifactError, UsageError
+
+#: Seconds between two puts of a file of lines.
+_SECONDS = 5.0
 
 
 class BatchFolder:
-    """Where a batch writes; one process does so at a time."""
+    """Where a batch writes; one process of this machine does so at a time.
 
-    def __init__(self, path: Path) -> None:
+    An object of a store is put whole, and the last one is the sidecar. So a video of
+    the right size is the right one. Nothing can be added to an object: both files of
+    lines are put anew, every :data:`_SECONDS` seconds and at the end.
+
+    Args:
+        path: for the videos.
+        local: for unfinished runs, if the path is in a store.
+    """
+
+    def __init__(self, path: AnyPath, local: Path | None = None) -> None:
         self.path = path
+        assert isinstance(path, Path) or local is not None
+        self._local: Path = local or path  # type: ignore[assignment]
         self.results, self.errors = path / RESULTS, path / ERRORS
+        #: Of a store: what the files hold, those not put yet, and when some were.
+        self._lines: dict[AnyPath, str] = {self.results: "", self.errors: ""}
+        self._late: set[AnyPath] = set()
+        self._put = time.monotonic()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -37,46 +63,70 @@ class BatchFolder:
         Raises:
             UsageError: there is something else than a batch.
             ArtifactError: another process works in it.
+            StoreError: the store cannot be written.
         """
-        ours = self.results.exists()
-        what = "is of no batch"
-        check_own_folder(
-            "--out", self.path, lambda p: ours or p.name == LOCK_FILE, what
-        )
-        with working_in(self.path):
-            self._append(self.results, [])
-            yield
-            self._sweep()
-            remove_empty([self.path / RUNS])
+        self._check_own()
+        with working_in(self._local):
+            if isinstance(self.results, Path):
+                self._append(self.results, [])
+            elif not self.results.exists():
+                self.results.write_bytes(b"")
+            try:
+                yield
+                self._sweep()
+            finally:
+                self._put_late()
+                remove_empty([self._local / RUNS])
+
+    def _check_own(self) -> None:
+        ours, what = self.results.exists(), "is of no batch"
+        if isinstance(self.path, Path):
+            check_own_folder(
+                "--out", self.path, lambda p: ours or p.name == LOCK_FILE, what
+            )
+            return
+        self.path.check_writable()
+        for name in () if ours else self.path.files():
+            if not name.startswith(TEMPORARY):
+                raise UsageError(
+                    f"--out {self.path}: holds {name}, which {what}; name another "
+                    "folder"
+                )
 
     def _sweep(self) -> None:
         """Remove the run directories of packs that nobody goes on with."""
-        for path in (self.path / RUNS).glob("+*"):
+        for path in (self._local / RUNS).glob("+*"):
             if holder(path) is None:
                 shutil.rmtree(path, ignore_errors=True)
 
     def run_dir(self, request: Request) -> Path:
         """The run directory of a request; on a disk that all replicas see."""
-        return self.path / RUNS / request.key
+        return self._local / RUNS / request.key
+
+    def name_of(self, path: AnyPath) -> str:
+        """A video within the folder."""
+        return str(path)[len(str(self.path)) + 1 :]
 
     def finished(self, request: Request) -> list[dict[str, Any]] | None:
-        """The records of a request whose videos are all there; else ``None``."""
+        """The records of a request whose videos are all there; else ``None``.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
         found = [self._record(request, path) for path in request.paths]
         return None if None in found else found  # type: ignore[return-value]
 
-    def _record(self, request: Request, path: Path) -> dict[str, Any] | None:
+    def _record(self, request: Request, path: AnyPath) -> dict[str, Any] | None:
         try:
             data = read_sidecar(sidecar_path(path))
-            if data.get("batch") != request.digest:
-                return None
-            if hash_output(path)[0] != data["output"]["sha256"]:
+            if data.get("batch") != request.digest or not _is(path, data["output"]):
                 return None
         except (ArtifactError, OSError):
             return None
         return {
             "line": request.line,
             "key": request.key,
-            "file": str(path.relative_to(self.path)),
+            "file": self.name_of(path),
             "seed": data["request"]["seeds"][0][data["video"]],
             "seconds": data["summary"]["total_seconds"],
             "sha256": data["output"]["sha256"],
@@ -96,11 +146,13 @@ class BatchFolder:
             with contextlib.suppress(ArtifactError):
                 other = read_sidecar(sidecar_path(path)).get("batch")
             own = other == request.digest or not sidecar_path(path).exists()
-            if os.path.lexists(path) and not (own or overwrite):
+            if _there(path) and not (own or overwrite):
                 raise UsageError(
                     f"{path.name} is there, and of another request; give another id, "
                     "or --overwrite"
                 )
+            if isinstance(path, StorePath):
+                continue  # a frame takes the place of a frame
             if path.is_dir() and all(p.match("frame-*.png") for p in path.iterdir()):
                 sidecar_path(path).unlink(missing_ok=True)
                 shutil.rmtree(path)
@@ -116,9 +168,17 @@ class BatchFolder:
         records = {n: r for n, r in records.items() if n not in unfinished}
         records |= {record["file"]: record for record in done}
         text = "".join(_line(record) for record in records.values())
-        if text.encode() != self.results.read_bytes():
-            atomic_write_bytes(self.results, text.encode())
-        self.errors.unlink(missing_ok=True)
+        if isinstance(self.results, Path):
+            assert isinstance(self.errors, Path)
+            if text.encode() != self.results.read_bytes():
+                atomic_write_bytes(self.results, text.encode())
+            self.errors.unlink(missing_ok=True)
+            return
+        assert isinstance(self.errors, StorePath)
+        self._lines[self.results] = text
+        self._late.add(self.results)
+        self._put_late()
+        self.errors.remove()
 
     def _kept(self) -> Iterator[dict[str, Any]]:
         """The records of before; what a kill left of a line is no record."""
@@ -137,8 +197,14 @@ class BatchFolder:
         record = {"line": line, "key": key, "error": error, "tries": tries}
         self._append(self.errors, [record])
 
-    def _append(self, file: Path, records: Sequence[dict[str, Any]]) -> None:
-        """Add lines in one write, on disk when it returns."""
+    def _append(self, file: AnyPath, records: Sequence[dict[str, Any]]) -> None:
+        """Add lines, on disk when it returns; into a store somewhat later."""
+        if isinstance(file, StorePath):
+            self._lines[file] += "".join(map(_line, records))
+            self._late.add(file)
+            if time.monotonic() > self._put + _SECONDS:
+                self._put_late()
+            return
         try:
             how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             descriptor = os.open(file, how, 0o666)
@@ -150,6 +216,29 @@ class BatchFolder:
                 os.close(descriptor)
         except OSError as error:
             raise cannot_write(file, error) from error
+
+    def _put_late(self) -> None:
+        """Put the files of lines into the store, as they are now."""
+        for file in sorted(self._late, key=str):
+            assert isinstance(file, StorePath)
+            file.write_bytes(self._lines[file].encode())
+            self._late.remove(file)
+        self._put = time.monotonic()
+
+
+def _is(path: AnyPath, output: Mapping[str, Any]) -> bool:
+    """Whether a video is the one of its sidecar."""
+    if isinstance(path, Path):
+        return bool(hash_output(path)[0] == output["sha256"])
+    if output["kind"] == "png":
+        return sum(size for size, _ in path.files().values()) == output["bytes"]
+    return bool(path.size() == output["bytes"])
+
+
+def _there(path: AnyPath) -> bool:
+    if isinstance(path, Path):
+        return os.path.lexists(path)
+    return path.exists() or bool(path.files())
 
 
 def _line(record: dict[str, Any]) -> str:

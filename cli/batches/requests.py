@@ -13,6 +13,7 @@ from typing import Any
 from tpuport.cli.asked.settings import Settings, of_line
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.run_lock import LOCK_FILE
+from tpuport.core.files.stores import AnyPath
 from tpuport.core.files.typed import read_text
 from tpuport.core.files.video_file import numbered, output_of
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
@@ -63,11 +64,11 @@ class Request:
     settings: Settings
 
     @property
-    def paths(self) -> list[Path]:
-        """The videos, each a file or a folder of PNGs."""
+    def paths(self) -> list[AnyPath]:
+        """The videos, each a file or a folder of PNGs, maybe in a store."""
         assert self.settings.out is not None
         place, kind = output_of(self.settings.out)
-        return [Path(str(one)) for one in numbered(place, kind, self.count)]
+        return numbered(place, kind, self.count)
 
     @property
     def count(self) -> int:
@@ -83,7 +84,7 @@ class Request:
 
 
 def read_requests(
-    file: Path, folder: Path, below: Settings
+    file: Path, folder: AnyPath, below: Settings
 ) -> Iterator[Request | tuple[int, str]]:
     """The requests of a file in JSON lines, or the number of a line and its fault.
 
@@ -106,7 +107,7 @@ def read_requests(
 
 
 def _request(
-    number: int, line: str, where: str, folder: Path, below: Settings
+    number: int, line: str, where: str, folder: AnyPath, below: Settings
 ) -> Request:
     values = _object(line, where)
     name = values.pop("id", None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from tpuport.cli.asked.environment import cache_folder, prepare, running
+from tpuport.cli.asked.environment import BATCHES, cache_folder, prepare, running
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.driver import Batch
@@ -20,6 +20,7 @@ from tpuport.cli.batches.local import Replicas, this_process
 from tpuport.cli.batches.ray_replicas import check_slice, ray_replicas
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import check_report, give_out, say
+from tpuport.core.files.stores import from_anywhere, local_of
 from tpuport.core.files.typed import read_text
 from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.run.progress import Display
@@ -33,7 +34,7 @@ from tpuport.errors import UsageError
     requests=typer.Argument(
         metavar="FILE", help="JSON lines: a request each, of the flags below."
     ),
-    out=flag("--out FOLDER", "Where the videos go; required."),
+    out=flag("--out FOLDER", "Where the videos go, here or in a store; required."),
     ray=flag("--ray ADDRESS|local", "A Ray cluster; local starts one here."),
     replicas=flag(
         "--replicas N",
@@ -64,12 +65,14 @@ def batch(
     if not settings.out:
         raise UsageError("--out is missing; name the folder for the videos")
     place = read_value(kinds.any_path, settings.out, "--out")
-    if not isinstance(place, Path):
-        raise UsageError("--out of batch is a folder that all hosts see, in no store")
-    folder = BatchFolder(place.absolute())
+    if isinstance(place, Path):
+        folder = BatchFolder(place.absolute())
+    else:
+        cache = cache_folder(settings.cache_dir)
+        folder = BatchFolder(place, local_of(place, cache / BATCHES))
     if settings.report is not None:
         check_report(settings.report, [file])
-        if folder.path in Path(str(settings.report)).absolute().parents:
+        if from_anywhere(str(settings.report)).startswith(f"{folder.path}/"):
             raise UsageError(
                 "--report: is in the folder of the batch; put it elsewhere"
             )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +19,16 @@ from tpuport.cli.asked.environment import (
     prepare_topology,
     running,
 )
+from tpuport.cli.asked.many_hosts import joined
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import WeightsOn
-from tpuport.core.files.fingerprint import versions
+from tpuport.core.files.fingerprint import fingerprint_files, versions
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.stores import begun, ended
+from tpuport.core.mesh.hosts import here
 from tpuport.core.mesh.slices import topology_devices
 from tpuport.core.programs.folder_place import BUILT, MANIFEST, check_place
 from tpuport.core.reports import bytes_text, plural
@@ -62,13 +67,26 @@ def compile_(
     """Compile all programs of a run, for `generate --executables`.
 
     Takes the settings of `generate`. No weights are needed: upstream's pipeline runs
-    once with made-up answers, and the programs that it calls are compiled.
+    once with made-up answers, and the programs that it calls are compiled. On several
+    hosts process 0 writes the folder.
 
     Example: tpuport compile --topology v6e-8 --variant 5b --out programs
     """
     found = _prepare_devices(topology, debug=settings.debug)
-    document = _compile(settings, topology, found, stage)
-    give_out(document, as_json=settings.json, report=settings.report)
+    if not settings.out:
+        raise UsageError("--out is missing; name the folder for the executables")
+    with joined(settings) as own, contextlib.ExitStack() as stack:
+        here().same({"--topology": topology, "--stage": str(stage)})
+        if here().several and topology != LOCAL:
+            raise UsageError(
+                f"--topology {topology}: is compiled for by one process; leave "
+                "--distributed and --coordinator out"
+            )
+        if not here().first:  # process 0 writes the folder, and all programs are equal
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            own = replace(own, out=folder)
+        document = _compile(own, topology, found, stage)
+        give_out(document, as_json=own.json, report=own.report)
 
 
 def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
@@ -120,12 +138,18 @@ def _built(
         return built
 
 
+def _configs(folder: Path) -> dict[str, str]:
+    """What the processes of a run need alike, of what is read for programs."""
+    if not here().several:
+        return {}
+    files = [p for p in folder.rglob("*.json") if not p.name.endswith(".index.json")]
+    return {"configs by their fingerprint": fingerprint_files(folder, files)}
+
+
 def _compile(
     settings: Settings, name: str, topology: Topology | None, stages: list[str] | None
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    if not settings.out:
-        raise UsageError("--out is missing; name the folder for the executables")
     asked = read_value(kinds.any_path, settings.out, "--out")
     check_place(asked)
     if topology is not None and settings.mesh is not None:
@@ -143,6 +167,7 @@ def _compile(
         cache = cache_folder(settings.cache_dir)
         folder, before = begun(asked, BUILT, cache, display)
         call = prepared(settings, wanted, display)
+        here().same(_configs(call.folder.folder))
         if topology is None:
             call.settle_mesh()
             placed = targets.place_for_port(call.settings.mesh)

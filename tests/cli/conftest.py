@@ -9,10 +9,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call, example
+from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call, example, forget_stores
 from tests.processes import Once
 
 
@@ -82,6 +84,28 @@ def made(once: Once, folder: Path) -> Made:
 def run(made: Made, tmp_path: Path) -> Path:
     """A copy of the finished run's folder, as on another machine."""
     return Path(shutil.copytree(made.folder / "run", tmp_path / "copied-run"))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An empty bucket of S3, as moto serves it; the environment says where."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    # What moto holds is the process's, whichever server was asked.
+    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
+    forget_stores()
+    found = s3fs.S3FileSystem(use_listings_cache=False)
+    found.mkdir("bucket")
+    yield found
+    forget_stores()
+    server.stop()
 
 
 @pytest.fixture

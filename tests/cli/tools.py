@@ -66,6 +66,16 @@ def example(once: Once, name: str) -> Path:
     return once(name, write) / "pipeline"
 
 
+def forget_stores() -> None:
+    """Have stores looked for anew, as the environment says now."""
+    import s3fs
+
+    from tpuport.core.files import stores
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    stores._probe.cache_clear()
+
+
 class Cli:
     """``tpuport ARGS`` in this process."""
 

@@ -1,6 +1,6 @@
 """One model over processes, started as a user starts them; each has devices of its own.
 
-Tests with ``generate`` start processes that import torch and compile: 10 to 40 s.
+Tests with a pipeline start processes that import torch and compile: 10 to 60 s.
 """
 
 from __future__ import annotations
@@ -130,6 +130,108 @@ def test_after_a_kill_the_others_end_and_the_run_goes_on_with_one(
     assert frames("many.mp4") == frames("one.mp4")
 
 
+def test_programs_that_processes_compiled_are_those_that_run(
+    cli: Cli, once: Once
+) -> None:
+    what = ("--weights", example(once, "CogVideoXPipeline"), *ASKED, "--steps", "2")
+    compiled = ("compile", *what, "--out", "built", "--json")
+    (code, out, err), other = Processes(2, *compiled).ended()
+    assert code == 0, err
+    assert other == (0, "", "")
+    count = len(json.loads(out)["programs"])
+    assert len(list(Path("built").glob("*.executable"))) == count
+    run = ("generate", *what, "--executables", "built", "--out", "many.mp4", "--json")
+    (code, out, err), other = Processes(2, *run).ended()
+    assert code == 0, err
+    assert "was not there" not in err
+    assert other == (0, "", "")
+    stages = json.loads(out)["report"]["stages"]
+    loaded = [one["loaded"] for stage in stages for one in stage["compiles"]]
+    assert loaded == [True] * count
+    cli.good("generate", *what, "--out", "one.mp4")
+    assert frames("many.mp4") == frames("one.mp4")
+    # The same mesh of one process: another place for each device.
+    ran = cli(*run)
+    assert (ran.code, "is not for this run" in ran.err) == (1, True), ran.err
+    assert "devices" in ran.err
+
+
+def test_each_stage_runs_over_processes(cli: Cli, once: Once) -> None:
+    what = ("--weights", example(once, "CogVideoXPipeline"), *ASKED, "--steps", "2")
+    mesh = ASKED[-2:]
+    run = ("--run-dir", "run")
+    for asked in (
+        ("encode", *what, *run),
+        ("denoise", *run, *mesh),
+        ("decode", *run, *mesh, "--out", "many.mp4"),
+    ):
+        (code, _, err), other = Processes(2, *asked).ended()
+        assert code == 0, err
+        assert other == (0, "", "")
+    cli.good("generate", *what, "--out", "one.mp4")
+    assert frames("many.mp4") == frames("one.mp4")
+
+
+@pytest.mark.sweep
+def test_a_benchmark_runs_over_processes(once: Once, tmp_path: Path) -> None:
+    what = ("--weights", example(once, "CogVideoXPipeline"), *ASKED[2:])
+    bench = ("bench", *what, "--steps", "2", "--repeat", "1", "--json")
+    cache = ("--cache-dir", tmp_path)
+    (code, out, err), other = Processes(2, *bench, *cache).ended()
+    assert code == 0, err
+    assert other == (0, "", "")
+    found = json.loads(out)
+    assert (found["mesh"], found["devices"]) == ("dp=2,sp=2,tp=1", 4)
+    assert len(found["backends"]["tpuport"]["steady"]["all_seconds"]) == 1
+
+
+#: The documented call, in the same program on every host.
+PROGRAM = """
+import hashlib, sys
+import jax
+
+address, count, number, folder = sys.argv[1:]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if count != "1":
+    jax.distributed.initialize(address, int(count), int(number))
+import diffusers, numpy, torch
+import tpuport
+
+pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
+tpuport.port(pipe, mesh="dp=2,sp=2", progress=False)
+frames = pipe(
+    "a fox runs", height=16, width=32, num_frames=5, num_inference_steps=2,
+    output_type="np", generator=torch.Generator().manual_seed(0),
+).frames
+print(hashlib.sha256(numpy.asarray(frames).tobytes()).hexdigest())
+"""
+
+
+def test_a_pipeline_is_ported_over_processes_from_python(once: Once) -> None:
+    folder = example(once, "CogVideoXPipeline")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+    def made(count: int) -> list[str]:
+        devices = f"--xla_force_host_platform_device_count={4 // count}"
+        flags = f"{os.environ['XLA_FLAGS']} {devices}"
+        running = [
+            subprocess.Popen(
+                (*(sys.executable, "-c", PROGRAM, address), *map(str, rest)),
+                env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rest in ((count, number, folder) for number in range(count))
+        ]
+        said = [one.communicate(timeout=600)[0] for one in running]
+        assert [one.returncode for one in running] == [0] * count
+        return [text.split()[-1] for text in said]
+
+    (alone,) = made(1)
+    assert made(2) == [alone, alone]
+
+
 def test_settings_that_differ_end_all_before_anything_is_read(cli: Cli) -> None:
     each = (("--steps", "2"), ("--steps", "3"))
     ended = Processes(2, "generate", "--prompt", "a fox", each=each).ended()
@@ -137,6 +239,14 @@ def test_settings_that_differ_end_all_before_anything_is_read(cli: Cli) -> None:
         assert (code, out, err.count("\n")) == (1, "", 1)
         host = socket.gethostname()
         assert f"process 1 ({host}): --steps is 3, and 2 on process 0 ({host})" in err
+
+
+def test_stages_to_compile_that_differ_end_all(cli: Cli) -> None:
+    each = (("--stage", "encode"), ("--stage", "decode"))
+    ended = Processes(2, "compile", "--out", "built", each=each).ended()
+    for code, _, err in ended:
+        assert (code, "--stage is ['decode'], and ['encode'] on" in err) == (1, True)
+    assert not Path("built").exists()
 
 
 def test_a_process_that_never_comes_ends_the_others(cli: Cli) -> None:

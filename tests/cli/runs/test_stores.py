@@ -5,45 +5,17 @@ Endpoint and credentials come from the environment alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
 
-from tests.cli.tools import ASKED, UPSTREAM, Cli
+from tests.cli.tools import ASKED, UPSTREAM, Cli, forget_stores
 from tpuport.cli.runs.video_run import VideoRun
-from tpuport.core.files import stores
 from tpuport.core.files.stores import StorePath
 
 BUCKET = StorePath("s3", "bucket")
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3fs.S3FileSystem]:
-    """A bucket that is empty."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    # What moto holds is the process's, whichever server was asked.
-    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
-    _forget()
-    found = s3fs.S3FileSystem(use_listings_cache=False)
-    found.mkdir("bucket")
-    yield found
-    _forget()
-    server.stop()
-
-
-def _forget() -> None:
-    s3fs.S3FileSystem.clear_instance_cache()
-    stores._probe.cache_clear()
 
 
 def test_a_video_its_sidecar_and_the_report(
@@ -90,7 +62,7 @@ def test_a_store_that_cannot_be_written_is_told_before_weights_are_read(
     if broken == "credentials":
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        _forget()
+        forget_stores()
         out, said = "s3://bucket/fox.gif", "s3://bucket: cannot be written ("
     asked = ("generate", "--weights", folder, *UPSTREAM)
     cli.refused(said, *asked, "--out", out, code=1)
@@ -109,9 +81,9 @@ def test_an_upload_that_breaks_leaves_a_run_that_goes_on(
     asked = ("generate", "--weights", folder, *UPSTREAM, "--checkpoint-every", "1")
     with monkeypatch.context() as broken:
         broken.setattr(s3fs.S3FileSystem, "put_file", breaks)
-        _forget()  # what is made once keeps its methods
+        forget_stores()  # what is made once keeps its methods
         ran = cli(*asked, "--out", "s3://bucket/fox.gif")
-    _forget()
+    forget_stores()
     assert ran.code == 1
     assert "s3://bucket/fox.gif: cannot be written (ConnectionResetError" in ran.err
     assert not BUCKET.files()

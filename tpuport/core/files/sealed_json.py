@@ -57,13 +57,14 @@ def write_document(path: Path, schema: str, content: Mapping[str, Any]) -> None:
     atomic_write_bytes(path, document_bytes(schema, content))
 
 
-def read_document(path: Path, schema: str, remedy: str) -> dict[str, Any]:
+def read_document(path: AnyPath, schema: str, remedy: str) -> dict[str, Any]:
     """The content of a versioned JSON file, without its envelope.
 
     Raises:
         MissingArtifactError: it is not there.
         ArtifactError: it is truncated, of another schema or version, or not what was
             written.
+        StoreError: it cannot be read in a store.
     """
     try:
         document = read_json(path, ArtifactError, remedy)
@@ -112,7 +113,7 @@ def sidecar_bytes(data: Mapping[str, Any]) -> bytes:
     return document_bytes(SIDECAR_SCHEMA, data)
 
 
-def read_sidecar(path: Path) -> dict[str, Any]:
+def read_sidecar(path: AnyPath) -> dict[str, Any]:
     """The data of a sidecar, as it was given to :func:`sidecar_bytes`.
 
     Raises:

@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import functools
 import hashlib
+import io
 import os
 import re
 import secrets
@@ -127,13 +128,18 @@ class StorePath:
         """
         _probe(self)
 
-    def exists(self) -> bool:
-        """Whether there is an object of this name; a folder is none."""
+    def size(self) -> int | None:
+        """The bytes of the object; ``None`` if there is none. A folder is none."""
         with self._store("looked up") as store:
             try:
-                return bool(store.info(self.key)["type"] == "file")
+                about = store.info(self.key)
             except FileNotFoundError:
-                return False
+                return None
+            return int(about["size"]) if about["type"] == "file" else None
+
+    def exists(self) -> bool:
+        """Whether there is an object of this name."""
+        return self.size() is not None
 
     def files(self) -> dict[str, tuple[int, str]]:
         """The objects under a folder: bytes, and what changes with the content."""
@@ -147,9 +153,21 @@ class StorePath:
         }
 
     def read_bytes(self) -> bytes:
-        """The content of the object."""
-        with self._store("read") as store:
+        """The content of the object.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        with (
+            self._store("read") as store,
+            contextlib.suppress(FileNotFoundError),
+        ):
             return bytes(store.cat_file(self.key))
+        raise FileNotFoundError(str(self))
+
+    def open(self, mode: str) -> io.BytesIO:
+        """The content, to be read as that of a file."""
+        return io.BytesIO(self.read_bytes())
 
     def write_bytes(self, data: bytes) -> None:
         """Put an object in place of what is there."""
@@ -252,7 +270,7 @@ def fetched(
         StoreError: an object cannot be fetched.
         WriteError: the cache cannot be written.
     """
-    local = _local(folder, cache)
+    local = local_of(folder, cache / FETCHED)
     notes = local.with_name(f"{local.name}.json")
     there = folder.files()
     if not there:
@@ -298,7 +316,7 @@ def begun(
     """
     if isinstance(folder, Path):
         return folder, {}
-    local = _local(folder, cache)
+    local = local_of(folder, cache / FETCHED)
     try:
         fetched(folder, patterns, cache, reporter)
     except MissingStoreError:
@@ -327,9 +345,10 @@ def _changed(folder: Path) -> dict[str, int]:
     return {f.relative_to(folder).as_posix(): f.stat().st_mtime_ns for f in files}
 
 
-def _local(folder: StorePath, cache: Path) -> Path:
+def local_of(folder: StorePath, within: Path) -> Path:
+    """The folder of this machine for what belongs to a folder of a store."""
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-    return cache / FETCHED / f"{folder.key.replace('/', '-')[-80:]}-{digest}"
+    return within / f"{folder.key.replace('/', '-')[-80:]}-{digest}"
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

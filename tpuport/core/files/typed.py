@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import IO, Any, Literal, Protocol, TypeVar, cast
 
 from tpuport.core.files.atomic import one_line
 from tpuport.errors import ArtifactError, TpuportError, UsageError
@@ -22,7 +22,14 @@ LIMIT_BYTES = 16 << 20
 _SHOWN = 60
 
 
-def read_json(path: Path, error: type[TpuportError], remedy: str) -> Any:
+class Readable(Protocol):
+    """A path, of this machine or of a store."""
+
+    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
+        """The content."""
+
+
+def read_json(path: Readable, error: type[TpuportError], remedy: str) -> Any:
     """The JSON in a file.
 
     Args:

@@ -1,0 +1,113 @@
+"""``tpuport batch`` whose videos go to a store: S3 as moto serves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import s3fs
+
+from tests.cli.batches.test_local import FLAGS, alone, write
+from tests.cli.tools import Cli
+from tpuport.core.files.stores import StorePath
+
+OUT = StorePath("s3", "bucket/videos")
+ASKED = ("--out", OUT, "--json", *FLAGS, "--backend", "diffusers")
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    """What a file of lines in the store holds."""
+    return [json.loads(line) for line in (OUT / name).read_bytes().splitlines()]
+
+
+def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
+    cli: Cli, cache: Path, folder: Path, store: s3fs.S3FileSystem
+) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a fox", "size": "32x16", "id": "fox"},
+        {"prompt": "a cat", "size": "16x16", "seed": [3, 4], "out": "cat/"},
+        {"prompt": "odd", "size": "20x20", "id": "odd"},
+    ]
+    asked = ("batch", write(*lines), "--weights", folder, *ASKED)
+    ran = cli(*asked)
+    assert (ran.code, ran.json["made"], ran.json["failed"]) == (1, 2, 1), ran.err
+    frames = [f"frame-0000{n}.png" for n in range(5)]
+    wanted = [f"cat/00{n}/{frame}" for n in range(2) for frame in frames]
+    wanted += [f"cat/00{n}.png.json" for n in range(2)]
+    wanted += ["errors.jsonl", "fox.mp4", "fox.mp4.json", "results.jsonl"]
+    assert sorted(OUT.files()) == sorted(wanted)
+    by_upstream = {**lines[0], "backend": "diffusers"}
+    made = (OUT / "fox.mp4").read_bytes()
+    assert made == alone(cli, folder, by_upstream, "alone.mp4")
+    first = records("results.jsonl")
+    names = [(one["line"], one["file"], one["seed"]) for one in first]
+    assert names == [(1, "fox.mp4", 0), (2, "cat/000", 3), (2, "cat/001", 4)]
+    assert not list((cache / "batches").rglob("*.json"))
+
+    # What a kill leaves: lines that were not put, a sidecar that was not, a frame.
+    (OUT / "results.jsonl").write_bytes(b"")
+    (OUT / "cat/000.png.json").remove()
+    (OUT / "cat/000/frame-00004.png").remove()
+    before = OUT.files()["fox.mp4"]
+    again = cli(*asked)
+    assert (again.json["done"], again.json["made"]) == (2, 1), again.err
+    assert sorted(OUT.files()) == sorted(wanted)
+    assert OUT.files()["fox.mp4"] == before
+    for now in records("results.jsonl"):
+        old = next(one for one in first if one["file"] == now["file"])
+        assert {**now, "seconds": 0} == {**old, "seconds": 0}
+    assert [one["line"] for one in records("errors.jsonl")] == [3]
+
+    # Another request under the same id, a damaged video, a place of others.
+    write({**lines[0], "seed": 1})
+    other = cli(*asked)
+    assert (other.json["made"], other.json["failed"]) == (0, 1)
+    assert "of another request" in records("errors.jsonl")[0]["error"]
+    (OUT / "fox.mp4").write_bytes(b"cut short")
+    write(lines[0])
+    assert cli(*asked).json["made"] == 1
+    assert (OUT / "fox.mp4").read_bytes() == made
+    cli.refused("is in the folder of the batch", *asked, "--report", OUT / "r.json")
+    StorePath("s3", "bucket/other/letter.txt").write_bytes(b"")
+    cli.refused("is of no batch", *asked, "--out", "s3://bucket/other")
+    cli.refused("s3://none: cannot be written", *asked, "--out", "s3://none", code=1)
+
+
+def test_after_a_kill_the_checkpoint_is_on_this_machine(
+    cli: Cli, cache: Path, folder: Path, store: s3fs.S3FileSystem
+) -> None:
+    """A process imports the libraries and is killed: more than 10 s."""
+    lines = [
+        {"prompt": "a fox", "size": "32x16", "id": "fox"},
+        {"prompt": "a fox", "size": "32x16", "steps": 300, "id": "long"},
+        {"prompt": "a cat", "size": "32x16", "id": "cat"},
+    ]
+    flags = ("--weights", folder, *ASKED, "--checkpoint-every", "1")
+    asked = ["batch", write(*lines), *flags]
+    command = [sys.executable, "-m", "tpuport", *map(str, asked)]
+    environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 300
+    while not list((cache / "batches").glob("*/runs/long/video-0/steps-*")):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = OUT.files()
+    assert {"fox.mp4", "fox.mp4.json"} <= set(before)
+    assert "long.mp4" not in before
+
+    ran = cli.good(*asked)
+    assert (ran.json["done"], ran.json["made"]) == (3, 2)
+    assert "going on with the run in" in ran.err
+    assert OUT.files()["fox.mp4"] == before["fox.mp4"]
+    assert sorted(one["key"] for one in records("results.jsonl")) == [
+        *("cat", "fox", "long")
+    ]
