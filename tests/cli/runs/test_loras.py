@@ -11,7 +11,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.cli.runs.test_video_run import CALL, drawn, pixels, upstreams
 from tests.cli.tools import ASKED, UPSTREAM, Cli, example
@@ -144,6 +144,29 @@ def test_a_replay_fuses_the_recorded_file(cli: Cli, folder: Path, lora: Path) ->
     write_lora(folder, seed=2)
     ran = cli.refused("is not what fox.gif.json was made", "replay", "fox.gif", code=1)
     assert "loading" not in ran.err
+
+
+def test_a_replay_reads_what_peft_has_beside_the_file(
+    cli: Cli, folder: Path, lora: Path
+) -> None:
+    """Alpha is there, so another one is another LoRA."""
+    tensors = {
+        key.replace("transformer.", "base_model.model.", 1): tensor
+        for key, tensor in load_file(lora).items()
+    }
+    save_file(tensors, "adapter_model.safetensors")
+    settings = Path("adapter_config.json")
+    settings.write_text('{"peft_type": "LORA", "lora_alpha": 1}')  # of rank 2
+    asked = ("generate", "--weights", folder, *UPSTREAM, "--lora")
+    cli.good(*asked, f"{lora}:0.5", "--out", "one.gif")
+    cli.good(*asked, "adapter_model.safetensors", "--out", "two.gif")
+    assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
+    cli.good("encode", *asked[1:], "adapter_model.safetensors", "--run-dir", "run")
+    assert "the same frames as" in cli.good("replay", "two.gif").last
+    settings.write_text('{"peft_type": "LORA", "lora_alpha": 2}')
+    cli.refused("(recorded settings_sha256", "replay", "two.gif", code=1)
+    plain = ("--backend", "diffusers", "--run-dir", "run")
+    cli.refused("weights.lora 1 is", "denoise", *plain, code=1)
 
 
 def test_stages_fuse_the_same_lora(cli: Cli, folder: Path, lora: Path) -> None:
