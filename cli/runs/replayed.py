@@ -150,9 +150,10 @@ def _check_loras(file: Path, recorded: Sidecar, run: VideoRun) -> None:
             f"--lora: {file} was made with {plural(len(wanted), 'LoRA')}; name as many"
         )
     for now, then in zip(found, wanted, strict=True):
-        for key in ("sha256", "scale", "component"):
-            if now[key] != then[key]:
-                shown = show(then[key])[:18], show(now[key])[:18]
+        for key in ("sha256", "settings_sha256", "scale", "component"):
+            values = then.get(key, ""), now.get(key, "")
+            if values[0] != values[1]:
+                shown = [show(value)[:18] for value in values]
                 raise WeightsError(
                     f"LoRA {now['source']}: is not what {file} was made with (recorded "
                     f"{key} {shown[0]}, found {shown[1]}); name the same with --lora"

@@ -4,7 +4,8 @@
 
 Held-out captions, each with its seed, by upstream's own code on the CPU. PSNR and SSIM
 are against the exact videos in float32; the judge says how many videos have the colour
-and the motion that was asked for (``training/demo/judge.py``).
+and the motion that was asked for (``training/demo/judge.py``). What is printed is the
+table in Markdown, row by row as they are measured.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.cli.shown.tables import columns
 from tpuport.core.drive.driving import driving
-from tpuport.core.drive.step_caches import step_caches
+from tpuport.core.drive.step_caches import standing, step_caches
 from tpuport.core.enums import Backend
 from tpuport.core.files.quality import compare
 from tpuport.core.reports import Reporter
@@ -36,6 +36,17 @@ CACHES = [
 ]
 
 
+def row(*cells: str) -> None:
+    """Print a row of the table."""
+    print("|", " | ".join(cells), "|", flush=True)
+
+
+def full_steps(cache: StepCache | None, steps: int) -> str:
+    """How many of the steps are full."""
+    full = steps if cache is None else sum(cache.schedule(steps))
+    return f"{full} of {steps}"
+
+
 def videos(
     pipeline: Any, cache: StepCache | None, texts: Sequence[str], steps: int
 ) -> list[np.ndarray]:
@@ -46,6 +57,7 @@ def videos(
             if cache is not None:
                 drive = driving(pipeline, Journal(Reporter()), Backend.DIFFUSERS)
                 caches = step_caches(pipeline, cache)
+                stack.enter_context(standing(caches.modules.values()))
                 stack.enter_context(drive).caches = caches
             found += shown(pipeline, [text], steps, seed=number)
     return found
@@ -60,7 +72,9 @@ def main() -> None:
     folder = get_model("cogvideox").variants["demo"].folder(folder_of("cogvideox"))
     assert folder is not None
     wanted, texts = asked(given.captions)
-    rows = [["", "PSNR", "SSIM", "colour", "motion"]]
+    count = f"{given.captions} captions, {given.steps} steps"
+    row(count, "full steps", "PSNR", "SSIM", "colour", "motion")
+    row(*["---"] * 6)
     exact: np.ndarray | None = None
     for dtype in (torch.float32, torch.bfloat16):
         pipeline = loaded(folder).to(dtype=dtype)
@@ -73,8 +87,13 @@ def main() -> None:
             found = compare(whole, exact)
             near = "-" if found["psnr"] is None else f"{found['psnr']:.1f} dB"
             name = f"{cache or 'exact'}, {str(dtype).removeprefix('torch.')}"
-            rows.append([name, near, f"{found['ssim']:.3f}", *shares])
-            print(*columns(rows), sep="\n", flush=True)
+            row(
+                name,
+                full_steps(cache, given.steps),
+                near,
+                f"{found['ssim']:.3f}",
+                *shares,
+            )
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.cli.runs.test_video_run import CALL, drawn, pixels, upstreams
-from tests.cli.tools import ASKED, UPSTREAM, Cli
+from tests.cli.tools import ASKED, UPSTREAM, Cli, example
+from tests.processes import Once
 from tpuport.core.files.sealed_json import read_sidecar
 
 
@@ -56,6 +58,77 @@ def test_a_lora_makes_upstreams_video_and_no_new_program(
     assert np.abs(pixels("fused") - pixels("plain")).max() > 1
 
 
+#: What LoRAs of few steps are for, and the scheduler that they need. Values differ from
+#: those of the small pipelines.
+FEW_STEPS = {
+    "WanPipeline": (
+        ("transformer",),
+        "UniPCMultistepScheduler",
+        {
+            "use_flow_sigmas": True,
+            "prediction_type": "flow_prediction",
+            "flow_shift": 5.0,
+        },
+    ),
+    "AnimateDiffPipeline": (
+        ("unet", "text_encoder"),
+        "LCMScheduler",
+        {"beta_schedule": "scaled_linear"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEW_STEPS)
+def test_a_lora_of_few_steps_makes_upstreams_video(
+    cli: Cli, once: Once, name: str
+) -> None:
+    """Four steps without guidance, from the prompt; over 10 s, of two pipelines.
+
+    Also: a text encoder whose weights wait in their file has its LoRA.
+    """
+    folder = example(once, name)
+    components, scheduler, values = FEW_STEPS[name]
+    pipeline = upstreams(folder)
+    tensors = {}
+    torch.manual_seed(1)
+    for component in components:
+        for path, layer in getattr(pipeline, component).named_modules():
+            if path.endswith(("to_q", "to_v", "q_proj", "fc1")):
+                key, (rows, columns) = f"{component}.{path}", layer.weight.shape
+                size = 3.0 if component == "text_encoder" else 0.3  # so that it shows
+                tensors[f"{key}.lora_A.weight"] = torch.randn(2, columns) * size
+                tensors[f"{key}.lora_B.weight"] = torch.randn(rows, 2) * size
+    save_file(tensors, "few.safetensors")
+    told = ",".join(f"{key}={value}" for key, value in values.items())
+    asked = ("generate", "--weights", folder, "--prompt", "a fox runs", "--lora")
+    cli.good(
+        *(*asked, "few.safetensors:0.5", "--steps", "4", "--guidance", "1"),
+        *("--size", "32x32", "--frames", "5", "-o", f"scheduler={scheduler}:{told}"),
+        *("--seed", "7", "--out", "few/"),
+    )
+
+    def frames() -> np.ndarray:
+        made = pipeline(
+            prompt="a fox runs",
+            height=32,
+            width=32,
+            num_frames=5,
+            num_inference_steps=4,
+            guidance_scale=1.0,
+            generator=drawn(7),
+            output_type="np",
+        ).frames[0]
+        return np.rint(made * 255)
+
+    kind = getattr(diffusers, scheduler)
+    pipeline.scheduler = kind.from_config(pipeline.scheduler.config, **values)
+    plain = frames()
+    pipeline.load_lora_weights("few.safetensors")
+    pipeline.fuse_lora(components=[*components], lora_scale=0.5)
+    assert np.abs(pixels("few") - frames()).max() <= 1
+    assert np.abs(pixels("few") - plain).max() > 3
+
+
 def test_a_replay_fuses_the_recorded_file(cli: Cli, folder: Path, lora: Path) -> None:
     asked = ("generate", "--weights", folder, *UPSTREAM, "--lora", f"{lora}:0.5")
     cli.good(*asked, "--out", "fox.gif")
@@ -73,6 +146,29 @@ def test_a_replay_fuses_the_recorded_file(cli: Cli, folder: Path, lora: Path) ->
     write_lora(folder, seed=2)
     ran = cli.refused("is not what fox.gif.json was made", "replay", "fox.gif", code=1)
     assert "loading" not in ran.err
+
+
+def test_a_replay_reads_what_peft_has_beside_the_file(
+    cli: Cli, folder: Path, lora: Path
+) -> None:
+    """Alpha is there, so another one is another LoRA."""
+    tensors = {
+        key.replace("transformer.", "base_model.model.", 1): tensor
+        for key, tensor in load_file(lora).items()
+    }
+    save_file(tensors, "adapter_model.safetensors")
+    settings = Path("adapter_config.json")
+    settings.write_text('{"peft_type": "LORA", "lora_alpha": 1}')  # of rank 2
+    asked = ("generate", "--weights", folder, *UPSTREAM, "--lora")
+    cli.good(*asked, f"{lora}:0.5", "--out", "one.gif")
+    cli.good(*asked, "adapter_model.safetensors", "--out", "two.gif")
+    assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
+    cli.good("encode", *asked[1:], "adapter_model.safetensors", "--run-dir", "run")
+    assert "the same frames as" in cli.good("replay", "two.gif").last
+    settings.write_text('{"peft_type": "LORA", "lora_alpha": 2}')
+    cli.refused("(recorded settings_sha256", "replay", "two.gif", code=1)
+    plain = ("--backend", "diffusers", "--run-dir", "run")
+    cli.refused("weights.lora 1 is", "denoise", *plain, code=1)
 
 
 def test_stages_fuse_the_same_lora(cli: Cli, folder: Path, lora: Path) -> None:

@@ -15,12 +15,16 @@ from tpuport.core.files.typed import checked
 
 
 class FusedLora(TypedDict):
-    """A LoRA in the weights: its file or hub id, and the sha256 of the file."""
+    """A LoRA in the weights: its file or hub id, and the sha256 of the file.
+
+    ``settings_sha256`` is of peft's ``adapter_config.json`` beside the file.
+    """
 
     source: str
     scale: float
     component: str
     sha256: str
+    settings_sha256: NotRequired[str]
 
 
 class Weights(TypedDict):

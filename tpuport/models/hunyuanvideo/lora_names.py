@@ -1,8 +1,10 @@
-"""What LoRAs call the layers of HunyuanVideo-1.5, and what diffusers calls them.
+"""What LoRAs call the layers of HunyuanVideo and 1.5, and what diffusers calls them.
 
 The names are of Tencent's own code and, where they differ, of ComfyUI's. diffusers'
 ``scripts/convert_hunyuan_video1_5_to_diffusers.py`` pairs Tencent's with its own. The
-last layer's modulation is left out: diffusers has its halves in another order.
+last layer's modulation is left out: diffusers has its halves in another order. Single
+blocks, which HunyuanVideo alone has, are as upstream's loader has them, which knows
+neither kohya's nor ComfyUI's spelling.
 """
 
 from __future__ import annotations
@@ -40,6 +42,12 @@ _IN_BLOCK = {
         *("ff_context", "norm1_context"),
     ),
 }
+_IN_SINGLE = {
+    "linear1": "attn.to_q attn.to_k attn.to_v proj_mlp",
+    "linear2": "proj_out",
+    "modulation.linear": "norm.linear",
+    "modulation.lin": "norm.linear",
+}
 _IN_REFINER = {
     "self_attn_qkv": "attn.to_q attn.to_k attn.to_v",
     "self_attn.qkv": "attn.to_q attn.to_k attn.to_v",
@@ -75,6 +83,7 @@ def _within(names: dict[str, str], theirs: str, own: str) -> dict[str, tuple[str
 #: As :class:`~tpuport.core.spec.model_plugin.ModelPlugin` has them.
 LORA_NAMES: dict[str, tuple[str, ...]] = {
     **_within(_IN_BLOCK, _BLOCK, _OWN_BLOCK),
+    **_within(_IN_SINGLE, "single_blocks.{}", "single_transformer_blocks.{}"),
     **_within(_IN_REFINER, _REFINER, _OWN_REFINER),
     **{name: (path,) for name, path in _BESIDE.items()},
 }

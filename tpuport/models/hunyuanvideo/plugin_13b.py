@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpuport.models.hunyuanvideo.lora_names import LORA_NAMES
 from tpuport.models.hunyuanvideo.sharding import layout, layouts
 from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
 
@@ -34,6 +35,7 @@ PLUGIN = ModelPlugin(
         "vae": Module(split="space"),
     },
     patches=f"{HERE}.patches_13b:PATCHES",
+    lora_names=LORA_NAMES,
     variants={
         "demo": Published(
             configs="configs/demo-13b-t2v.json",
