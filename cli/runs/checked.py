@@ -34,7 +34,7 @@ from tpuport.core.plan.source_scan import Finding, behind_the_door
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
-from tpuport.plugins import find_plugin, folder_of, plugin_for
+from tpuport.plugins import find_plugin, folder_of, plugin_for, plugin_of_folder
 
 #: What a small pipeline is asked for.
 _SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
@@ -160,8 +160,8 @@ class Subject:
                 raise
             except Exception as error:
                 raise UsageError(
-                    f"{name} cannot be made small by rule ({type(error).__name__}: "
-                    f"{one_line(error)}); give --weights SMALL_FOLDER, of a pipeline "
+                    f"{name} cannot be made small by rule "
+                    f"({one_line(error)}); give --weights SMALL_FOLDER, of a pipeline "
                     "with less than 512 MB of weights"
                 ) from error
         small.without_cleaning()
@@ -171,7 +171,7 @@ class Subject:
 def check(
     name: str, settings: Settings, topology: Topology | None, reporter: Reporter
 ) -> Checked:
-    """Check a plugin or a folder.
+    """Check a plugin, or a folder: of a pipeline, or of a plugin's package.
 
     Args:
         topology: of the plan; ``None`` for none.
@@ -179,6 +179,10 @@ def check(
     Raises:
         TpuportError: there is nothing to run.
     """
+    place = Path(name).expanduser()
+    if (place / "pyproject.toml").is_file() and find_plugin(name) is None:
+        with plugin_of_folder(place) as plugin:
+            return check(plugin.model.name, settings, topology, reporter)
     subject = Subject.find(name, settings, reporter)
     folder = subject.made(settings, reporter)
     found = Checked(pipeline=folder.class_name, weights=folder.folder)

@@ -23,7 +23,12 @@ from tpuport.core.pipelines.stand_in import write_random
 from tpuport.core.plan.source_scan import behind_the_door
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import PluginError, UnknownModelError
-from tpuport.plugins import get_model, installed_plugins, load_plugins
+from tpuport.plugins import (
+    get_model,
+    installed_plugins,
+    load_plugins,
+    plugin_of_folder,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs/example"
@@ -167,6 +172,50 @@ def test_the_built_in_models_come_through_the_entry_points() -> None:
         assert get_model(name) is found.model
         # The rule of what a plugin may import is for other packages.
         assert found.sources == []
+
+
+@pytest.mark.parametrize(
+    ("setuptools", "place"),
+    [
+        *(("", "toy"), ("", "src/toy"), ('package-dir = { "" = "lib" }', "lib/toy")),
+        ('package-dir = { toy = "." }', "."),
+    ],
+)
+def test_a_package_need_not_be_installed(
+    tmp_path: Path, setuptools: str, place: str
+) -> None:
+    """And takes the place of an installed one; nothing is left afterwards."""
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    (tmp_path / place / "plugin.py").write_text(PLUGIN.format(name="wan"))
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "toys"\nversion = "1.5"\n[project.entry-points.tpuport]\n'
+        f'wan = "toy.plugin"\n[tool.setuptools]\n{setuptools}\n'
+    )
+    before = installed_plugins()["wan"], [*sys.path]
+    with plugin_of_folder(tmp_path) as found:
+        assert found.package == "toys 1.5"
+        assert found.file == tmp_path / place / "plugin.py"
+        assert get_model("wan") is found.model
+    assert (installed_plugins()["wan"], sys.path) == before
+    assert "toy" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[project", "cannot be read: TOMLDecodeError"),
+        ("[tool]", "cannot be read: KeyError: 'project'"),
+        ("[project]", "names no plugin; add"),
+        ("[project.entry-points.tpuport]\na = 'x'\nb = 'y'", "several plugins: a, b"),
+        ("[project.entry-points.tpuport]\na = 'x.y'", "there is no x in"),
+    ],
+)
+def test_a_folder_without_a_plugin_is_told_what_it_lacks(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(PluginError, match=told), plugin_of_folder(tmp_path):
+        pass
 
 
 def test_an_unknown_model_is_answered_with_the_installed_ones() -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.cli.tools import Cli, call
 from tests.pipelines.example import all_examples, made, saved
 from tpuport import hookspecs, plugins
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.source_scan import behind_the_door
 from tpuport.errors import MeshError
 
@@ -104,6 +105,23 @@ def test_a_folder_with_few_weights_runs_as_it_is(
     ran = cli.good("check", folder, "--json")
     assert ran.json["weights"] == str(folder)
     assert ran.json["unplanned"].startswith("no configs of a full size")
+
+
+def test_a_package_that_is_not_installed_is_checked_too(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpuport.cli.runs import checked
+
+    claimed = []
+
+    def compare(folder: PipelineFolder, *_: object) -> list[object]:
+        claimed.append(plugins.plugin_for(folder.class_name))
+        return []
+
+    monkeypatch.setattr(checked, "compare", compare)
+    ran = cli.good("check", EXAMPLE, "--no-plan", "--json")
+    assert (ran.json["pipeline"], ran.json["imports"]) == ("LTXPipeline", [])
+    assert [plugin and plugin.name for plugin in claimed] == ["ltx"]
 
 
 def test_a_plan_that_is_refused_is_told(
