@@ -41,7 +41,6 @@ class Plugin:
 
     @property
     def file(self) -> Path:
-        """The file of the module."""
         name = self.module.partition(":")[0]
         return Path(str(importlib.import_module(name).__file__))
 
@@ -191,7 +190,6 @@ class _Source(importlib.metadata.Distribution):
         }.get(filename)
 
     def locate_file(self, path: Any) -> Path:
-        """Where a file is."""
         return self.folder / path
 
     def make_importable(self) -> None:

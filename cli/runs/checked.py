@@ -73,7 +73,6 @@ class Checked:
         return equal and not self.imports and not self.refused
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "pipeline": self.pipeline,
             "weights": str(self.weights),

@@ -147,7 +147,6 @@ class StorePath:
         }
 
     def read_bytes(self) -> bytes:
-        """The content of the object."""
         with self._store("read") as store:
             return bytes(store.cat_file(self.key))
 
