@@ -142,9 +142,12 @@ def test_a_plan_that_is_refused_is_told(
     assert ran.json["unplanned"] == "too few heads"
 
 
-def test_what_cannot_be_checked_is_refused(cli: Cli) -> None:
+def test_what_cannot_be_checked_is_refused(cli: Cli, tmp_path: Path) -> None:
     told = "weights folder './nothing' does not exist"
     cli.refused(told, "check", "./nothing", "--no-plan")
+    (tmp_path / "empty").mkdir()
+    told = "neither model_index.json, as a pipeline has, nor pyproject.toml"
+    cli.refused(told, "check", "empty", "--no-plan")
 
 
 @pytest.mark.parametrize("name", ["Wan", "CogVideoX", "Mochi"])
