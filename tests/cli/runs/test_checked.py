@@ -165,14 +165,13 @@ def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> No
 
 
 def test_the_test_of_a_new_package_is_green(
-    cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the comparison, which the example's own check makes."""
     from tpuport.cli.runs import checked
 
     monkeypatch.setattr(checked, "compare", lambda *_: [])
     assert cli("new-model", "my-ltx", "--class", "LTXPipeline").code == 0
-    install(tmp_path / "my-ltx", "my-ltx", "tpuport_my_ltx.plugin")
     monkeypatch.syspath_prepend(str(tmp_path / "my-ltx/tests"))
     importlib.import_module("test_my_ltx").test_the_port_is_exact()
     sys.modules.pop("test_my_ltx")
