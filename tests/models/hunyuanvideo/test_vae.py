@@ -66,7 +66,6 @@ def test_memory_of_chunks_is_that_of_one() -> None:
     assert largest(12) == max(largest(3), video)
 
 
-
 @pytest.mark.parametrize("name", ["15 small", "13b small"])
 def test_attention_has_no_array_of_all_tokens_by_all(name: str) -> None:
     """Upstream makes a mask of 2,160 x 2,160 here."""
