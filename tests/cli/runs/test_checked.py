@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.tools import Cli, call
 from tests.pipelines.example import all_examples, made, saved
-from tpuport import hookspecs, plugins
-from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport import hookspecs, plugins, targets
+from tpuport.core.enums import Blocks
 from tpuport.core.plan.source_scan import behind_the_door
+from tpuport.core.seam.target import Target
 from tpuport.errors import MeshError
 
 EXAMPLE = Path(__file__).parents[3] / "docs/example"
@@ -65,13 +67,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_the_example_is_exact_on_one_device_and_on_a_mesh(
-    cli: Cli, install: Install
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over 10 s: a pipeline is compiled for three meshes."""
-    install(EXAMPLE, "ltx", "toy_plugin")
-    ran = cli.good("check", "ltx", "--no-plan", "--json")
+    """As a folder that is not installed. Over 10 s: compiled for three meshes."""
+    blocks, claimed = [], targets.claimed_target
+
+    def noted(*given: Any) -> Target:
+        target = claimed(*given)
+        blocks.append(target.blocks)
+        return target
+
+    monkeypatch.setattr(targets, "claimed_target", noted)
+    ran = cli.good("check", EXAMPLE, "--no-plan", "--json")
     told = ran.json
     assert told["good"]
+    assert blocks == [Blocks.NATIVE] * 3
     assert told["imports"] == []
     meshes = ["one device", "dp=2,sp=2", "sp=2,tp=2"]
     assert [one["mesh"] for one in told["compared"]] == meshes
@@ -105,23 +115,6 @@ def test_a_folder_with_few_weights_runs_as_it_is(
     ran = cli.good("check", folder, "--json")
     assert ran.json["weights"] == str(folder)
     assert ran.json["unplanned"].startswith("no configs of a full size")
-
-
-def test_a_package_that_is_not_installed_is_checked_too(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tpuport.cli.runs import checked
-
-    claimed = []
-
-    def compare(folder: PipelineFolder, *_: object) -> list[object]:
-        claimed.append(plugins.plugin_for(folder.class_name))
-        return []
-
-    monkeypatch.setattr(checked, "compare", compare)
-    ran = cli.good("check", EXAMPLE, "--no-plan", "--json")
-    assert (ran.json["pipeline"], ran.json["imports"]) == ("LTXPipeline", [])
-    assert [plugin and plugin.name for plugin in claimed] == ["ltx"]
 
 
 def test_a_plan_that_is_refused_is_told(
