@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Iterable
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -37,7 +41,6 @@ class Plugin:
 
     @property
     def file(self) -> Path:
-        """The file of the module."""
         name = self.module.partition(":")[0]
         return Path(str(importlib.import_module(name).__file__))
 
@@ -138,10 +141,101 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
     return plugin
 
 
+#: The plugin of a folder; takes the place of an installed one of the same name.
+_of_a_folder: list[importlib.metadata.EntryPoint] = []
+
+
 @cache
 def installed_plugins() -> dict[str, Plugin]:
     """The plugins of the installed packages, by model name; found once per process."""
-    return load_plugins(importlib.metadata.entry_points(group=hookspecs.GROUP))
+    names = {one.name for one in _of_a_folder}
+    installed = importlib.metadata.entry_points(group=hookspecs.GROUP)
+    return load_plugins(_of_a_folder + [e for e in installed if e.name not in names])
+
+
+class _Source(importlib.metadata.Distribution):
+    """A package that is not installed, as its ``pyproject.toml`` says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "pyproject.toml"
+        try:
+            content = tomllib.loads(self.file.read_text("utf-8"))
+            self.project = dict(content["project"])
+            group = dict(self.project.get("entry-points", {}).get(hookspecs.GROUP, {}))
+            self.folders = content.get("tool", {}).get("setuptools", {})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PluginError(
+                f"{self.file} cannot be read: {type(error).__name__}: {error}; write "
+                "one as `tpuport new-model` does"
+            ) from None
+        if len(group) > 1:
+            raise PluginError(
+                f"{self.file} has several plugins: {', '.join(group)}; install the "
+                "package, and name one of them"
+            )
+        if not group:
+            raise PluginError(
+                f"{self.file} names no plugin; add [project.entry-points.tpuport] with "
+                f'a line such as {folder.name} = "PACKAGE.plugin"'
+            )
+        ((self.plugin, self.value),) = group.items()
+        self.top = self.value.partition(":")[0].partition(".")[0]
+
+    def read_text(self, filename: str) -> str | None:
+        """What an installed package has in files."""
+        name, version = (self.project.get(n, "?") for n in ("name", "version"))
+        return {
+            "METADATA": f"Name: {name}\nVersion: {version}\n",
+            "entry_points.txt": f"[{hookspecs.GROUP}]\n{self.plugin} = {self.value}\n",
+        }.get(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        return self.folder / path
+
+    def make_importable(self) -> None:
+        """Let Python find the package here."""
+        named = dict(self.folders.get("package-dir", {}))
+        for name in (named.get("", "."), "src"):
+            place = self.folder / name
+            if (place / self.top).is_dir() or (place / f"{self.top}.py").is_file():
+                sys.path.insert(0, str(place))
+                return
+        if self.top not in named:
+            raise PluginError(
+                f"{self.file} names {self.value}, and there is no {self.top} in "
+                f"{self.folder}, nor in its src; correct the name"
+            )
+        module = ModuleType(self.top)
+        module.__path__ = [str(self.folder / named[self.top])]
+        sys.modules[self.top] = module
+
+
+@contextlib.contextmanager
+def plugin_of_folder(folder: Path) -> Iterator[Plugin]:
+    """The plugin of a package that need not be installed, for the block.
+
+    Args:
+        folder: with ``pyproject.toml``.
+
+    Raises:
+        PluginError: the file names no plugin, or several, or the plugin does not load.
+    """
+    source, path = _Source(folder.resolve()), [*sys.path]
+    mine = [n for n in sys.modules if n.partition(".")[0] == source.top]
+    before = {name: sys.modules.pop(name) for name in mine}
+    _of_a_folder.extend(source.entry_points)
+    installed_plugins.cache_clear()
+    try:
+        source.make_importable()
+        known = installed_plugins().values()
+        yield next(p for p in known if p.name == source.plugin)
+    finally:
+        _of_a_folder.clear()
+        installed_plugins.cache_clear()
+        sys.path[:] = path
+        for name in [n for n in sys.modules if n.partition(".")[0] == source.top]:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def model_plugins() -> list[ModelPlugin]:

@@ -40,7 +40,8 @@ _TOLD = 8
 @command(
     "check",
     name=typer.Argument(
-        metavar="NAME|FOLDER", help="A plugin, or a pipeline's folder or hub id."
+        metavar="NAME|FOLDER",
+        help="A plugin, its package's folder, or a pipeline's folder or hub id.",
     ),
     topology=flag("--topology SLICE", "The TPU slice of the plan."),
     no_plan=flag("--no-plan", "Leave out the plan at full size."),
@@ -187,8 +188,8 @@ def new_model(
         made = new_package(name, package, pipeline, folder, settings, display)
     text = [str(folder / file) for file in made["files"]]
     text.append(
-        f"next: pip install -e {folder}, fill in what is marked FILL IN, and "
-        f"`tpuport check {name}`"
+        f"next: fill in what is marked FILL IN, and `tpuport check {folder}`; "
+        f"`pip install -e {folder}` lets all commands find the plugin"
     )
     document = {"command": "new-model", **made}
     give_out(document, as_json=settings.json, text=text)

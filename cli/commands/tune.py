@@ -72,16 +72,9 @@ def bench_attention(
     from tpuport.core.cost.attention_case import AttentionCase, Blocks
 
     blocks = None if tiles == "auto" else Blocks.parse(tiles)
+    about = _about(chip, head_dim, q_len, kv_len, heads)
     cases = [
-        AttentionCase(
-            implementation=name,
-            chip=chip,
-            heads=heads,
-            q_len=q_len,
-            kv_len=kv_len or q_len,
-            head_dim=head_dim,
-            blocks=blocks,
-        )
+        AttentionCase(implementation=name, blocks=blocks, **about)
         for name in dict.fromkeys(kernel or ("tpuport", "jax"))
     ]
     with Display(signals.check) as display:
@@ -91,6 +84,13 @@ def bench_attention(
     give_out(rows, as_json=settings.json, text=_kernels_text(rows))
     if failed:
         raise typer.Exit(1)
+
+
+def _about(
+    chip: str, head_dim: int, q_len: int, kv_len: int | None, heads: int
+) -> dict[str, Any]:
+    lengths = {"q_len": q_len, "kv_len": kv_len or q_len}
+    return {"chip": chip, "head_dim": head_dim, "heads": heads, **lengths}
 
 
 def _compared(
@@ -229,15 +229,8 @@ def tune(
             raise UsageError(str(error)) from error
         searches = [(case_of(row), row.get("limit", limit)) for row in rows]
     else:
-        case = AttentionCase(
-            implementation="tpuport",
-            chip=chip,
-            heads=heads,
-            q_len=q_len,
-            kv_len=kv_len or q_len,
-            head_dim=head_dim,
-        )
-        searches = [(case, limit)]
+        about = _about(chip, head_dim, q_len, kv_len, heads)
+        searches = [(AttentionCase(implementation="tpuport", **about), limit)]
     entries = []
     for case, most in searches:
         with Display(signals.check) as display:

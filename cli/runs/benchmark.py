@@ -57,7 +57,6 @@ class Runs:
         self.frames = made.frames
 
     def as_dict(self, steps: int) -> dict[str, Any]:
-        """JSON-ready."""
         first, *steady = self.stages
         made = [program for stage in first.values() for program in stage.compiles]
         medians = {n: median(run[n].total_seconds for run in steady) for n in first}

@@ -34,7 +34,7 @@ from tpuport.core.plan.source_scan import Finding, behind_the_door
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
-from tpuport.plugins import find_plugin, folder_of, plugin_for
+from tpuport.plugins import find_plugin, folder_of, plugin_for, plugin_of_folder
 
 #: What a small pipeline is asked for.
 _SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
@@ -73,7 +73,6 @@ class Checked:
         return equal and not self.imports and not self.refused
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "pipeline": self.pipeline,
             "weights": str(self.weights),
@@ -160,8 +159,8 @@ class Subject:
                 raise
             except Exception as error:
                 raise UsageError(
-                    f"{name} cannot be made small by rule ({type(error).__name__}: "
-                    f"{one_line(error)}); give --weights SMALL_FOLDER, of a pipeline "
+                    f"{name} cannot be made small by rule "
+                    f"({one_line(error)}); give --weights SMALL_FOLDER, of a pipeline "
                     "with less than 512 MB of weights"
                 ) from error
         small.without_cleaning()
@@ -171,7 +170,7 @@ class Subject:
 def check(
     name: str, settings: Settings, topology: Topology | None, reporter: Reporter
 ) -> Checked:
-    """Check a plugin or a folder.
+    """Check a plugin, or a folder: of a pipeline, or of a plugin's package.
 
     Args:
         topology: of the plan; ``None`` for none.
@@ -179,10 +178,19 @@ def check(
     Raises:
         TpuportError: there is nothing to run.
     """
+    place = Path(name).expanduser()
+    plugin = find_plugin(name)
+    if plugin is None and (place / "pyproject.toml").is_file():
+        with plugin_of_folder(place) as plugin:
+            return check(plugin.model.name, settings, topology, reporter)
+    if place.is_dir() and not [*place.glob("*model_index.json")] and not plugin:
+        raise UsageError(
+            f"{place} has neither model_index.json, as a pipeline has, nor "
+            "pyproject.toml, as a plugin's package has"
+        )
     subject = Subject.find(name, settings, reporter)
     folder = subject.made(settings, reporter)
     found = Checked(pipeline=folder.class_name, weights=folder.folder)
-    plugin = find_plugin(name)
     if plugin is not None:
         found.imports = behind_the_door(plugin.sources)
     with upstreams_errors(folder.class_name):

@@ -81,7 +81,6 @@ class KeptRun:
 
     @property
     def bytes(self) -> int:
-        """Bytes on disk."""
         total = 0
         for path in self.folder.rglob("*"):
             with contextlib.suppress(OSError):  # removed meanwhile
@@ -116,7 +115,6 @@ def kept_runs(cache: Path) -> list[KeptRun]:
 
 
 def kept_run(cache: Path, name: str) -> KeptRun:
-    """The run with this id."""
     for run in kept_runs(cache):
         if run.folder.name == name:
             return run

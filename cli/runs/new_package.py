@@ -92,11 +92,13 @@ def tpuport_model() -> ModelPlugin:
 _TEST = '''\
 """The port makes upstream's video: on one device, and on a mesh."""
 
+from pathlib import Path
+
 from tpuport.cli import main
 
 
 def test_the_port_is_exact() -> None:
-    assert main(["check", "{name}", "--no-plan"]) == 0
+    assert main(["check", str(Path(__file__).parents[1]), "--no-plan"]) == 0
 '''
 
 

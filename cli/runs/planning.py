@@ -84,7 +84,6 @@ class _One(PipelineCall):
     _again: bool = False
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
-        """The run on a mesh."""
         again, self._again = self._again, True
         return self.rehearsed(topology_mesh(self.topology, spec), quiet=again)
 
@@ -100,7 +99,6 @@ class _One(PipelineCall):
         return streaming if streaming.fits else plan
 
     def on_chips(self, spec: MeshSpec, found: Rehearsal) -> Plan:
-        """The plan on a mesh, of a rehearsal there."""
         schedules = cache_folder(self.settings.cache_dir) / "schedules"
         return plan_pipeline(
             self.folder,

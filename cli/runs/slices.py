@@ -158,7 +158,6 @@ class Comparison:
         return min(priced, key=lambda pair: pair[0], default=(None, None))[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         best, fastest = self.cheapest, next(iter(self.in_time), None)
         return {
             "slices": [one.as_dict() for one in self.offers],

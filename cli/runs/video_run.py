@@ -36,7 +36,7 @@ from tpuport.core.drive.driving import called, merged, tape_of
 from tpuport.core.drive.late_weights import LateWeights
 from tpuport.core.drive.pipeline_run import PipelineRun
 from tpuport.core.drive.step_caches import StepCaches, standing, step_caches
-from tpuport.core.enums import Blocks, StageName, denoises
+from tpuport.core.enums import Blocks, StageName
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.folders import check_folder
 from tpuport.core.files.frames import check_frames
@@ -318,11 +318,6 @@ class VideoRun(PipelineCall):
         if until is not None and kept is not None and kept.finished(until):
             self.reporter.say(f"{until}: finished in {kept.path}, reused")
             return [], self.report([], time.perf_counter() - started)
-        if until is not None and not any(map(denoises, self.folder.components())):
-            raise UsageError(
-                f"{self.folder.class_name} has no denoiser, and so no stages; use "
-                "`tpuport generate`"
-            )
         late = until is not None or bool(kept and kept.begun)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.opened(late=late))

@@ -6,22 +6,6 @@ from typing import Any
 
 import torch
 
-#: How programs are compiled for users, as ``compiler_options``: XLA's own defaults,
-#: which ``tests/conftest.py`` turns off. What memory a program takes depends on them.
-FULL: dict[str, bool | int | str] = {
-    "xla_backend_optimization_level": 3,
-    "xla_llvm_disable_expensive_passes": False,
-    "xla_cpu_use_fusion_emitters": True,
-}
-
-#: The same buffers in a fraction of the time: machine code is made with no
-#: optimisation, which comes after they are laid out. ``test_optimised.py`` checks that.
-BUFFERS: dict[str, bool | int | str] = {
-    **FULL,
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-
 #: The three forms of the transformer, as published: 2b, 5b and 1.5-5b.
 FORMS: dict[str, dict[str, Any]] = {
     "2b": {"use_rotary_positional_embeddings": False},
@@ -98,21 +82,3 @@ def make_vae(seed: int = 0, **changes: Any) -> torch.nn.Module:
     vae.decoder.conv_out.conv.weight.data.mul_(0.1)
     vae.decoder.conv_out.conv.bias.data.mul_(0.1)
     return vae
-
-
-def make_text_encoder(seed: int = 0) -> torch.nn.Module:
-    """A small T5 v1.1 encoder."""
-    from transformers import T5Config, T5EncoderModel
-
-    torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=512,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=8,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )
-    return T5EncoderModel(config).eval()

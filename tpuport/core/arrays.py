@@ -38,7 +38,6 @@ def dtype_name(dtype: Any) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name."""
     import torch
 
     dtype = getattr(torch, name)

@@ -122,7 +122,6 @@ class StageReport:
         return self.steady_seconds / self.steady_calls
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "seconds_per_call": self.seconds_per_call}
 
 
@@ -154,7 +153,6 @@ class RunReport:
     peak_device_bytes: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             **asdict(self),
             "warm": self.warm,

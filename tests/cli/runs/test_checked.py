@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.tools import Cli, call
 from tests.pipelines.example import all_examples, made, saved
-from tpuport import hookspecs, plugins
+from tpuport import hookspecs, plugins, targets
+from tpuport.core.enums import Blocks
 from tpuport.core.plan.source_scan import behind_the_door
+from tpuport.core.seam.target import Target
 from tpuport.errors import MeshError
 
 EXAMPLE = Path(__file__).parents[3] / "docs/example"
@@ -64,13 +67,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_the_example_is_exact_on_one_device_and_on_a_mesh(
-    cli: Cli, install: Install
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over 10 s: a pipeline is compiled for three meshes."""
-    install(EXAMPLE, "ltx", "toy_plugin")
-    ran = cli.good("check", "ltx", "--no-plan", "--json")
+    """As a folder that is not installed. Over 10 s: compiled for three meshes."""
+    blocks, claimed = [], targets.claimed_target
+
+    def noted(*given: Any) -> Target:
+        target = claimed(*given)
+        blocks.append(target.blocks)
+        return target
+
+    monkeypatch.setattr(targets, "claimed_target", noted)
+    ran = cli.good("check", EXAMPLE, "--no-plan", "--json")
     told = ran.json
     assert told["good"]
+    assert blocks == [Blocks.NATIVE] * 3
     assert told["imports"] == []
     meshes = ["one device", "dp=2,sp=2", "sp=2,tp=2"]
     assert [one["mesh"] for one in told["compared"]] == meshes
@@ -124,9 +135,12 @@ def test_a_plan_that_is_refused_is_told(
     assert ran.json["unplanned"] == "too few heads"
 
 
-def test_what_cannot_be_checked_is_refused(cli: Cli) -> None:
+def test_what_cannot_be_checked_is_refused(cli: Cli, tmp_path: Path) -> None:
     told = "weights folder './nothing' does not exist"
     cli.refused(told, "check", "./nothing", "--no-plan")
+    (tmp_path / "empty").mkdir()
+    told = "neither model_index.json, as a pipeline has, nor pyproject.toml"
+    cli.refused(told, "check", "empty", "--no-plan")
 
 
 @pytest.mark.parametrize("name", ["Wan", "CogVideoX", "Mochi"])
@@ -144,14 +158,13 @@ def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> No
 
 
 def test_the_test_of_a_new_package_is_green(
-    cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the comparison, which the example's own check makes."""
     from tpuport.cli.runs import checked
 
     monkeypatch.setattr(checked, "compare", lambda *_: [])
     assert cli("new-model", "my-ltx", "--class", "LTXPipeline").code == 0
-    install(tmp_path / "my-ltx", "my-ltx", "tpuport_my_ltx.plugin")
     monkeypatch.syspath_prepend(str(tmp_path / "my-ltx/tests"))
     importlib.import_module("test_my_ltx").test_the_port_is_exact()
     sys.modules.pop("test_my_ltx")

@@ -44,6 +44,21 @@ def test_a_class_name_is_enough(name: str, tmp_path: Path) -> None:
     assert json.loads(as_text(configs)) == configs
 
 
+def test_the_text_of_a_unet_is_as_wide_as_the_class_says() -> None:
+    """And a scheduler that may be one of many is the first of them."""
+    configs = of_class("TextToVideoSDPipeline")
+    width = configs["unet"]["cross_attention_dim"]
+    assert configs["text_encoder"]["hidden_size"] == width == 1024
+    assert configs["model_index"]["scheduler"] == ["diffusers", "DDIMScheduler"]
+
+
+def test_a_component_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    configs = json.loads(LTX.read_text())
+    configs["transformer"]["num_attention_heads"] = "two"
+    with pytest.raises(ValueError, match="transformer, a LTXVideoTransformer3DModel: "):
+        write_random(tmp_path, configs)
+
+
 def test_no_weight_hides_what_a_port_does_with_it(tmp_path: Path) -> None:
     """Ones of a norm hide that the norm is turned wrongly, zeros all before them."""
     write_random(tmp_path, json.loads(LTX.read_text()))
@@ -74,6 +89,7 @@ def test_a_folder_has_the_configs_of_its_components(tmp_path: Path) -> None:
         ("WanPipelin", r"diffusers 0\.\d+\.\d+ has no WanPipelin; did you mean WanPip"),
         ("WanTransformer3DModel", "is no pipeline of diffusers"),
         ("DiffusionPipeline", "is no pipeline of diffusers"),
+        ("StableVideoDiffusionPipeline", "nothing says how wide image_encoder is"),
         ("LTX2Pipeline", "cannot be made from its name alone: .*--weights FOLDER"),
     ],
 )

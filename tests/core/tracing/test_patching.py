@@ -164,7 +164,6 @@ def fails(original: Any) -> Any:
 
 
 GONE = "the patch must be adapted to the installed version"
-ALIAS = patch("up:Alias.method", name="two")
 
 
 @pytest.mark.parametrize(

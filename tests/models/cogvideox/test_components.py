@@ -9,7 +9,6 @@ import tpuport
 from tests.models.conftest import (
     FORMS,
     IMAGE_FORMS,
-    make_text_encoder,
     make_transformer,
     make_vae,
 )
@@ -87,14 +86,6 @@ def test_the_transformer_is_upstreams(form: str, batch: int, mesh: str) -> None:
 
 
 @torch.no_grad()
-def test_without_a_dictionary_there_is_a_tuple() -> None:
-    module, inputs = make_transformer("5b"), transformer_inputs("5b", 1)
-    (ours,) = tpuport.port(module)(**inputs, return_dict=False)
-    (upstream,) = module(**inputs, return_dict=False)
-    assert_close(ours, upstream)
-
-
-@torch.no_grad()
 def test_learned_positions_and_the_offset_count() -> None:
     module = make_transformer("5b-i2v")
     inputs = transformer_inputs("5b-i2v", 1)
@@ -139,40 +130,6 @@ def test_vae_decode_is_no_further_from_the_truth_than_upstream() -> None:
     assert error <= 2 * float((upstream - truth).abs().max())
 
 
-@torch.no_grad()
-def test_vae_forward_is_upstreams() -> None:
-    module = make_vae()
-    video = torch.randn(
-        1, 3, 9, 32, 48, generator=torch.Generator().manual_seed(3)
-    ).clamp(-1, 1)
-    assert_close(tpuport.port(module)(video).sample, module(video).sample)
-
-
-@torch.no_grad()
-def test_the_text_encoder_is_upstreams() -> None:
-    module = make_text_encoder()
-    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(4))
-    ids[1, 7:] = 0
-    ours = tpuport.port(module)(ids)
-    assert_close(ours.last_hidden_state, module(ids).last_hidden_state)
-
-
-@torch.no_grad()
-def test_vae_encode_is_upstreams() -> None:
-    module, x = make_vae(), torch.randn(1, 3, 1, 32, 48)
-    expected = module.encode(x).latent_dist.mode()
-    assert_close(tpuport.port(module).encode(x).latent_dist.mode(), expected)
-
-
 def test_a_module_of_no_component_class_is_refused() -> None:
     with pytest.raises(tpuport.TpuportError, match="no module of class Linear"):
         tpuport.port(torch.nn.Linear(2, 2), model="cogvideox")
-
-
-def test_the_callers_module_is_left_as_it_was() -> None:
-    module = make_transformer("5b").train()
-    before = {name: p.clone() for name, p in module.state_dict().items()}
-    with torch.no_grad():
-        tpuport.port(module)(**transformer_inputs("5b", 1))
-    assert module.training
-    assert all(torch.equal(before[n], p) for n, p in module.state_dict().items())

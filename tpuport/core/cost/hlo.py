@@ -103,7 +103,6 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
     @property
@@ -178,7 +177,6 @@ def first(pattern: re.Pattern[str], text: str) -> str:
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:
-    """The arrays that the text of a shape names."""
     return tuple(
         Array(dtype, tuple(int(s.lstrip("<=")) for s in sizes.split(",") if s), layout)
         for dtype, sizes, layout in _ARRAY.findall(shape)

@@ -78,7 +78,6 @@ class KernelUse(KernelCost):
         return self.folder.name
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "key": self.key,
             "name": self.name,

@@ -91,7 +91,6 @@ class Row:
     collective: Collective | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         moved = data.pop("collective")
         if moved is None:
@@ -310,7 +309,6 @@ class _Walk:
         return now
 
     def _row(self, instruction: Instruction, times: int, **known: Any) -> Row:
-        """A row of the account for an instruction."""
         row = Row(
             name=instruction.name,
             opcode=instruction.opcode,

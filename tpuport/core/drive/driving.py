@@ -1,7 +1,9 @@
 """A call of an upstream pipeline, told as stages: encode, denoise, decode.
 
 Upstream's code knows no stages. Denoise begins with the first call of a denoiser and
-ends with the last ``scheduler.step``; all pipelines have that method.
+ends with the last ``scheduler.step``. Without a scheduler denoise ends before the
+first call that decodes. Without a denoiser too, a component that neither encodes nor
+decodes is one, such as an upsampler.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
+
+import torch
 
 from tpuport.core.drive.step_caches import StepCaches
 from tpuport.core.drive.tape import Recorded, StageEnd, Tape
@@ -34,6 +38,7 @@ class Drive:
     """What happens in one call of a pipeline.
 
     Attributes:
+        parts: the components of the pipeline.
         tape: answers what was recorded, and records the rest.
         before_live: told the name of a call that is not given back.
         around: makes such a call, of a stage; to look at it.
@@ -45,7 +50,7 @@ class Drive:
         made: how many steps the host has made; the devices may be one behind.
     """
 
-    scheduler: Any
+    parts: Mapping[str, Any]
     journal: Journal
     backend: Backend
     tape: Tape | None = None
@@ -67,9 +72,23 @@ class Drive:
     _under_way: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
+        self.scheduler = self.parts.get("scheduler")
+        for one in (self.scheduler, *self.parts.values()):  # and others, for sound say
+            if hasattr(one, "set_timesteps"):
+                self.key_of(one)
+        modules = [n for n, m in self.parts.items() if isinstance(m, torch.nn.Module)]
+        self._named = any(map(denoises, modules))
+        self._stepped = not (self._schedulers and self._named)
         if self.tape is not None:
+            self.tape.denoises = self.denoises
+            self.tape.by_steps = bool(self._schedulers)
             self.tape.caches = self.caches
             self.tape.place = self.journal.between.of_host
+
+    def denoises(self, name: str) -> bool:
+        """Whether a call of that name belongs to the stage denoise."""
+        by_name = self._named or self._schedulers
+        return denoises(name) if by_name else "code" not in name
 
     @property
     def _reporter(self) -> Reporter:
@@ -103,10 +122,10 @@ class Drive:
 
     def called(self, name: str) -> None:
         """A module is about to be called."""
-        if denoises(name):
+        if self.denoises(name):
             if self.stage == StageName.ENCODE:
                 self.begin(StageName.DENOISE)
-        elif self.stage == StageName.DENOISE and self._decodes(name):
+        elif self.stage != StageName.DECODE and self._decodes(name):
             self.begin(StageName.DECODE)
 
     def answered(self, asked: Asked) -> Any:
@@ -117,7 +136,7 @@ class Drive:
             self.called(asked.name)
             assert self.stage is not None
             return self.around(self.stage, asked.name, asked.run)
-        after = not denoises(asked.name) and self._decodes(asked.name)
+        after = not self.denoises(asked.name) and self._decodes(asked.name)
         self.tape.check_end(asked, after=after)
         self.called(asked.name)
 
@@ -189,7 +208,8 @@ class Drive:
         """Whether a call that does not denoise comes after the steps."""
         if self.made and self.made >= self._planned():
             return True
-        # Steps may be left out, and copies of the scheduler may make all of them.
+        # Steps may be left out, or copies of the scheduler make all of them; without a
+        # scheduler or a denoiser there are none.
         return self._stepped and "decode" in name
 
     def _planned(self) -> int:
@@ -240,10 +260,7 @@ def driving(
         how: other fields of the drive.
     """
     parts = pipeline.components
-    drive = Drive(parts.get("scheduler"), journal, backend, tape, **how)
-    for one in (drive.scheduler, *parts.values()):  # and others, for sound say
-        if hasattr(one, "set_timesteps"):
-            drive.key_of(one)
+    drive = Drive(parts, journal, backend, tape, **how)
     on_host = {name: one for name, one in parts.items() if not is_heard(one, journal)}
     with contextlib.ExitStack() as stack:
         # The seam tells of the calls of other components.
@@ -318,6 +335,8 @@ def called(
     with driving(pipeline, journal, backend, tape, **how) as drive:
         try:
             output = pipeline(**arguments)
+            if tape is not None:
+                tape.end()
         except StageEnd:
             output = None
     return output, drive

@@ -85,7 +85,6 @@ class Rehearsed(TracedProgram):
         return self._lowered
 
     def key(self) -> ProgramKey:
-        """The key of its executable."""
         program = self.lowered()
         return module_key(
             self.name, self.module, self.mesh, self.weights, program, self.stages

@@ -3,8 +3,9 @@
 Upstream's code runs again from its first line and is given back what it was given
 before: the answers of encoders, and the last result of ``scheduler.step`` with the
 state of the scheduler and of the random numbers. What comes after depends on nothing
-else, so a denoiser's answers are zeros until then. The run goes on to the same bytes,
-in another process or on another machine.
+else, so a denoiser's answers are zeros until then. Where no scheduler makes steps, the
+answers of denoisers are given back. The run goes on to the same bytes, in another
+process or on another machine.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Recorded:
     Attributes:
         calls: all of them.
         steps: the last one of each pass.
-        stepped: how many there were.
+        stepped: how many there were; without a scheduler, calls of denoisers.
         finished: the last stage that is over.
         histories: what a step cache keeps; nobody writes to these tensors.
     """
@@ -160,6 +161,8 @@ class Tape:
         guidance: components with a state that changes with the steps.
         place: gives a tensor that was on the devices back to them.
         caches: the step cache of the run.
+        denoises: whether a call of that name belongs to the stage denoise.
+        by_steps: whether a scheduler makes steps.
         unkept: why no run can go on from this one; empty if one can.
     """
 
@@ -170,6 +173,8 @@ class Tape:
     guidance: Mapping[str, Any] = field(default_factory=dict)
     place: Place = lambda tensor: tensor
     caches: StepCaches | None = None
+    denoises: Callable[[str], bool] = denoises
+    by_steps: bool = True
     recorded: Recorded = field(init=False)
     unkept: str = field(default="", init=False)
     _between: bool = False
@@ -224,14 +229,20 @@ class Tape:
         """
         if not self.live:
             return
-        if self._finished is None and _of_a_step(asked):
+        encoded = after or self._of_a_step(asked)
+        if self._finished is None and encoded:
             self._finished = StageName.ENCODE
         if after:
             self._finished = StageName.DENOISE
-        encoded = self.until == StageName.ENCODE and _of_a_step(asked)
-        if encoded or (self.until == StageName.DENOISE and after):
+        if encoded if self.until == StageName.ENCODE else self.until and after:
             self.record()
             raise StageEnd
+
+    def end(self) -> None:
+        """Upstream's code is through: no call belongs to a later stage."""
+        if self.until is not None:
+            self._finished = self.until
+            self.record()
 
     def call(self, asked: Asked, *, after: bool = False) -> Any:
         """The result of a call.
@@ -247,7 +258,9 @@ class Tape:
         number = self._played_calls
         if number < len(self.before.calls):
             self._played_calls += 1
-            return self._again(self.before.calls[number], asked)
+            result = self._again(self.before.calls[number], asked)
+            self._count(asked)
+            return result
         if not self.live:
             raise TapeError(f"upstream calls {name}, and no such call was recorded")
         if not after or self.recorded.stepped != self._played_steps:
@@ -259,14 +272,30 @@ class Tape:
         now, new = self._random(), self._look(asked)
         answer = None
         # What an encoder keeps is of its own calls, which are all given back.
-        if not after and (new.marks == old.marks or not denoises(name)):
+        if not after and (new.marks == old.marks or not self.denoises(name)):
+            by_shape = self.by_steps and _by_shape(asked)
             with contextlib.suppress(KeptError):
-                answer = shape_of(result) if _by_shape(asked) else kept(result)
+                answer = shape_of(result) if by_shape else kept(result)
         given = new.digest(old) if answer is None else 0
         same = all(map(torch.equal, earlier, now))
         self._calls.append(Call(name, answer, given, None if same else kept(now)))
-        self._between |= _of_a_step(asked)
+        self._between |= self.by_steps and self._of_a_step(asked)
+        self._count(asked)
         return result
+
+    def _count(self, asked: Asked) -> None:
+        """Count a call as a step, where no scheduler makes steps."""
+        if not self.by_steps and self._of_a_step(asked):
+            self._count_step()
+
+    def _count_step(self) -> None:
+        self._played_steps += 1
+        if self._played_steps == self.before.stepped and self.caches is not None:
+            self.caches.histories = dict(self.before.histories)
+
+    def _of_a_step(self, asked: Asked) -> bool:
+        """Whether a call is made for each step: of a denoiser, or a controlnet."""
+        return self.denoises(asked.name) or _by_shape(asked)
 
     def _again(self, call: Call, asked: Asked) -> Any:
         if call.name != asked.name:
@@ -304,9 +333,7 @@ class Tape:
         number = self._counts.get(key, 0)
         self._counts[key] = number + 1
         live = self._played_steps >= self.before.stepped
-        self._played_steps += 1
-        if self._played_steps == self.before.stepped and self.caches is not None:
-            self.caches.histories = dict(self.before.histories)
+        self._count_step()
         result = run()
         at = self._pass(key, scheduler)
         if not live:
@@ -372,11 +399,6 @@ class Tape:
         for generator, state in zip(self.generators, given, strict=True):
             generator.set_state(state)
         torch.set_rng_state(own)
-
-
-def _of_a_step(asked: Asked) -> bool:
-    """Whether upstream makes a call for each step: of a denoiser, or a controlnet."""
-    return denoises(asked.name) or _by_shape(asked)
 
 
 def _by_shape(asked: Asked) -> bool:

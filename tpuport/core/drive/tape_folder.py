@@ -97,7 +97,6 @@ class TapeFolder:
 
     @property
     def file(self) -> Path:
-        """The path of ``tape.json``."""
         return self.path / TAPE_FILE
 
     def read(self) -> Recorded:
@@ -196,7 +195,6 @@ class TapeFolder:
         self._remove_others()
 
     def _remove_others(self) -> None:
-        """Remove files that the tape does not name."""
         for one in self.path.glob("*.safetensors"):
             if one.name not in self._files:
                 with contextlib.suppress(OSError):  # the next tape removes it

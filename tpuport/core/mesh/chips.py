@@ -93,7 +93,6 @@ class Chip:
         return self.peak_flops / self.flops_per_cycle
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "clock_hz": self.clock_hz}
 
 

@@ -50,7 +50,6 @@ class LibtpuFlag:
         return f"--{self.name}={self.value}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self)
 
 

@@ -583,7 +583,6 @@ def library_named(name: str) -> Any:
 
 
 def is_a(found: Any, kind: type) -> bool:
-    """Whether something is a class, and of a kind."""
     return inspect.isclass(found) and issubclass(found, kind)
 
 

@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,10 @@ Configs = dict[str, Any]
 
 _FILES = ("config.json", "scheduler_config.json", "preprocessor_config.json")
 #: Of a denoiser: what its text encoder gives, and what a pooled one gives.
-_TEXT = ("text_dim", "text_embed_dim", "caption_channels", "joint_attention_dim")
+_TEXT = (
+    *("text_dim", "text_embed_dim", "caption_channels", "joint_attention_dim"),
+    "cross_attention_dim",
+)
 _POOLED = ("pooled_projection_dim",)
 #: Settings of text encoders, whatever the size.
 _ENCODER = {
@@ -63,6 +67,8 @@ def of_class(name: str) -> Configs:
         kind = next(t for t in found if isinstance(t, type) and t is not type(None))
         if kind in (bool, float, int, str):
             continue
+        if issubclass(kind, Enum):  # names many schedulers, the plainest first
+            kind = getattr(diffusers, next(iter(kind)).name)
         if denoises(part) and not denoiser:
             denoiser = part
         elif part in cls._optional_components:
@@ -122,7 +128,7 @@ def _refused(pipeline: str, why: str) -> UsageError:
 def _tokenizer_for(part: str, kind: Any, index: Configs) -> Any:
     """The tokenizer of a text encoder; the index gets its class."""
     own = part.replace("text_encoder", "tokenizer")
-    if own not in index:
+    if own == part or own not in index:
         return None
     if index[own][1] != "AutoTokenizer":
         return tokenizer(index[own][1])

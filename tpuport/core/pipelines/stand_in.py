@@ -97,6 +97,7 @@ def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> Non
 
     Raises:
         PluginError: as of :func:`write_configs`.
+        ValueError: a class takes no such config; names the component.
     """
     write_configs(folder, configs)
     with torch.random.fork_rng(devices=[]), without_bars():
@@ -107,10 +108,13 @@ def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> Non
             cls = class_of(*entry)
             if not issubclass(cls, torch.nn.Module):
                 continue
-            if hasattr(cls, "from_config"):
-                module = cls.from_config(dict(configs[name]))
-            else:
-                module = cls(cls.config_class(**configs[name]))
+            try:
+                if hasattr(cls, "from_config"):
+                    module = cls.from_config(dict(configs[name]))
+                else:
+                    module = cls(cls.config_class(**configs[name]))
+            except Exception as error:  # upstream's, of a config that is none
+                raise ValueError(f"{name}, a {entry[1]}: {error}") from error
             # Zeros hide all that comes before them, and ones of a norm that it counts.
             for weight in module.parameters():
                 if (weight == weight.flatten()[0]).all():

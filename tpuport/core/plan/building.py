@@ -68,7 +68,6 @@ class Built:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         told = {**self.entry.as_dict(), **vars(self)}
         del told["entry"]
         return told

@@ -192,5 +192,4 @@ def _measured(
 
 
 def topology_mesh(topology: Topology, spec: MeshSpec) -> Any:
-    """The mesh of a plan."""
     return place_mesh(spec, topology_devices(topology))

@@ -62,7 +62,6 @@ class StagePlan:
 
     @property
     def seconds_per_call(self) -> float | None:
-        """The mean over its calls."""
         return None if self.seconds is None else self.seconds / self.calls
 
     @property
@@ -108,7 +107,6 @@ class StagePlan:
         return dict(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             **_told(self, "calls seconds seconds_per_call floor_per_call"),
             "split": self.split(),
@@ -167,7 +165,6 @@ class Plan:
 
     @property
     def programs(self) -> tuple[Measured, ...]:
-        """The programs of all stages."""
         return tuple(p for stage in self.stages for p in stage.programs)
 
     @property
@@ -207,7 +204,6 @@ class Plan:
         return _total(stage.seconds for stage in self.stages)
 
     def stage(self, name: str) -> StagePlan | None:
-        """The stage of that name, where it was planned."""
         return next((s for s in self.stages if s.name == name), None)
 
     @property

@@ -82,7 +82,6 @@ class Finding:
     patch: str = ""
 
     def as_dict(self) -> dict[str, str | int]:
-        """JSON-ready."""
         return {**asdict(self), "file": str(self.file)}
 
 

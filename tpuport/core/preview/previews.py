@@ -81,7 +81,6 @@ class Preview:
 
     @property
     def heard(self) -> bool:
-        """Whether a step was heard."""
         return self._first.over
 
     def prepare(self, load: Callable[[str], None] = lambda name: None) -> None:

@@ -88,7 +88,6 @@ class ExecutableStore:
         self.folder = folder
 
     def path(self, key: ProgramKey) -> Path:
-        """Where the executable of a key is or will be."""
         name = re.sub(r"[^A-Za-z0-9_.]", "_", f"{key.component}-{key.program}")
         return self.folder / f"{name}-{key.digest[:_DIGITS]}{SUFFIX}"
 

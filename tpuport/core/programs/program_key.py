@@ -119,7 +119,6 @@ class ProgramKey:
         return any(_WAITS in text for text in self.weights.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self)
 
     @classmethod

@@ -178,7 +178,6 @@ class Display(Reporter):
                 )
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
-        """A stage begins."""
         self._on_event()
         self._stage = _Work(stage, time.monotonic(), unit=unit, total=total)
         self._begin(self._stage)
@@ -200,11 +199,9 @@ class Display(Reporter):
         self._doing(f"loading {component}")
 
     def compiling(self, stage: str, program: str) -> None:
-        """A program is traced and compiled."""
         self._doing(f"compiling {program}")
 
     def compiled(self, report: CompileReport) -> None:
-        """A program is compiled."""
         self._doing("")
 
     def compiles(self) -> bool:

@@ -166,7 +166,6 @@ class Family:
         return 0 if self.host is None else version(self.host) - self.seen
 
     def read(self) -> torch.Tensor:
-        """The tensor on the host."""
         if self.host is None:
             members = self.members()
             whole = next((one for one in members if not one.path), None)

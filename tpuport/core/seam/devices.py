@@ -82,7 +82,6 @@ class Devices:
         return array
 
     def read(self, array: Any) -> torch.Tensor:
-        """The numbers of an array, on the host."""
         return to_torch(readable(array))
 
     def moved(self, array: Any, sharding: Any) -> Any:

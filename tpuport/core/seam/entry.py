@@ -167,7 +167,6 @@ class Entry(ProgramRuns):
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs that were traced."""
         found = self._shapes.values()
         return tuple(program for one in found for program in one.programs.values())
 

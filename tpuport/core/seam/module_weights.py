@@ -107,19 +107,16 @@ class ModuleWeights:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of weights that each device holds."""
         self._port()
         assert self.plan is not None
         return self.plan.bytes_per_device
 
     @property
     def placed(self) -> bool:
-        """Whether the weights are on the devices."""
         return self._weights is not None
 
     @property
     def inside(self) -> list[torch.nn.Module]:
-        """The modules within this one."""
         return self._tree.modules()[1:]
 
     def free(self) -> None:
@@ -234,7 +231,6 @@ class ModuleWeights:
         }
 
     def _placed(self) -> Mapping[str, jax.Array]:
-        """The weights, on the devices."""
         if self._weights is not None:
             return self._weights
         self._make_room(self)

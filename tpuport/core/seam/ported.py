@@ -178,7 +178,6 @@ def unport(ported: Any) -> Any:
 
 
 def is_ported(target: Any) -> bool:
-    """Whether a pipeline or a module is ported."""
     return _KEPT in vars(target)
 
 

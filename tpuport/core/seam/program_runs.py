@@ -106,8 +106,6 @@ class _ApartError(TpuportError):
 
 
 class ProgramRuns(ModuleWeights):
-    """Runs the programs of one module."""
-
     _made: CompileReport | None = None
     _waiting: _Waiting | None = None
     #: Programs of which two calls cannot be one.

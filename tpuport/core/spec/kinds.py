@@ -110,7 +110,6 @@ def _path_text(value: Any) -> str:
 
 
 def integer(value: Any) -> int:
-    """A whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise _other(value, "an integer")
     return value
@@ -124,7 +123,6 @@ def positive(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """A number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _other(value, "a number")
     return float(value)

@@ -288,7 +288,6 @@ class ModelPlugin:
 
     @property
     def pipelines(self) -> tuple[str, ...]:
-        """The names of the pipeline classes."""
         return tuple(claim.partition(":")[2] for claim in self._claims)
 
     @property

@@ -124,7 +124,6 @@ class OpContext:
     def note(
         self, implementation: str, reason: str = "", *, call: str = "convolution"
     ) -> None:
-        """Note how one call runs."""
         self.convolutions.append(
             ConvolutionRecord(call=call, implementation=implementation, reason=reason)
         )

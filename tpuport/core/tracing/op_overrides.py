@@ -48,7 +48,6 @@ class OpOverride:
 
     @property
     def target(self) -> str:
-        """All targets."""
         return ", ".join(self.targets)
 
 

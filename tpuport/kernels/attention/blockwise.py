@@ -160,12 +160,10 @@ class _Call:
 
     @property
     def tiles(self) -> int:
-        """Tiles of queries in all."""
         heads, queries = self.counts
         return self.problem.batch * heads * queries
 
     def tile(self, number: jax.Array) -> _Tile:
-        """The tile of that number."""
         problem, tiling = self.problem, self.tiling
         heads, queries = self.counts
         q_block = number % queries

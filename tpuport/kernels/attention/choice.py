@@ -73,7 +73,6 @@ class AttentionChoice:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The block sizes that were given."""
         names = ("block_q", "block_kv", "block_kv_compute")
         sizes = {name: getattr(self, name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}

@@ -79,7 +79,6 @@ class Weights(nnx.Module):
 
     @property
     def both(self) -> tuple[jax.Array, jax.Array]:
-        """The weight, and the bias."""
         return self.weight[...], self.bias[...]
 
 

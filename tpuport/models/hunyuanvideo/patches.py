@@ -202,7 +202,6 @@ class VideoGrid:
         return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
     def output(self, sample: torch.Tensor) -> Any:
-        """What the forward returns."""
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         if self.return_dict:
