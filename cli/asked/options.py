@@ -16,7 +16,9 @@ from tpuport.core.spec.run_settings import COMMANDS, FILES, Setting, in_words
 from tpuport.errors import UsageError
 
 #: The commands that read a YAML file.
-WITH_A_FILE = "GEPCQ"
+WITH_A_FILE = "GEPCQV"
+#: The commands with the flags of many requests.
+OF_MANY = "QV"
 Config = Annotated[
     str | None,
     typer.Option(
@@ -59,7 +61,7 @@ def command(
 
         def run(context: typer.Context, **given: Any) -> None:
             with reported(debug=given["debug"]) as guard:
-                settings = gather(context, "G" if letter == "Q" else letter)
+                settings = gather(context, "G" if letter in OF_MANY else letter)
                 guard.debug = settings.debug
                 values = {"context": context, **given}
                 with _naming(settings.config):
@@ -73,7 +75,8 @@ def command(
             kind: Any = parameters[key].annotation
             parameters[key] = parameters[key].replace(annotation=Annotated[kind, said])
         for setting in TABLE.values():
-            if in_batch(setting) if letter == "Q" else letter in setting.commands:
+            many = letter in OF_MANY
+            if in_batch(setting) if many else letter in setting.commands:
                 default = False if setting.takes is bool else None
                 made = _parameter(setting.key, _annotation(setting), default)
                 parameters.setdefault(setting.key, made)

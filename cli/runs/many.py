@@ -14,12 +14,16 @@ from tpuport.cli.runs.staged import begun
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.runs.video_run import VideoRun, find
 from tpuport.core.files.run_lock import holder
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, RunReport
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.errors import ArtifactError, WriteError
+from tpuport.errors import ArtifactError, TpuportError, WriteError
 
 #: Seconds in which a process that lost its driver ends.
 _ORPHAN = 60.0
+
+
+class Stopped(TpuportError):
+    """A reporter ends a run that nobody wants any more."""
 
 
 class Engine:
@@ -27,6 +31,7 @@ class Engine:
 
     Weights are loaded once for each pipeline, and programs are compiled once for each
     shape. A request that fails closes the pipeline: nothing of it reaches the next one.
+    One that is :class:`Stopped` does not: every call begins with what is its own.
 
     Args:
         reporter: told of what is loaded and compiled.
@@ -48,13 +53,16 @@ class Engine:
         self._open = None
         self._closing.close()
 
-    def make(self, settings: Settings, digest: str) -> None:
+    def make(
+        self, settings: Settings, digest: str, preview: Path | None = None
+    ) -> RunReport:
         """Make the videos of a request, or go on with them from a checkpoint.
 
         Args:
             settings: with the place of the videos, and a run directory, which is
                 removed when the videos are there.
             digest: of the request, for the sidecars.
+            preview: a file for frames while steps run; ``None`` for none.
 
         Raises:
             TpuportError: the request is wrong, or cannot be made.
@@ -63,7 +71,7 @@ class Engine:
         assert folder is not None
         _wait_for(folder)
         try:
-            self._made(settings, digest)
+            report = self._made(settings, digest, preview)
         except WriteError:
             raise
         except ArtifactError:
@@ -71,21 +79,24 @@ class Engine:
             if not folder.exists() or holder(folder) is not None:
                 raise
             shutil.rmtree(folder)
-            self._made(settings, digest)
+            report = self._made(settings, digest, preview)
         shutil.rmtree(folder, ignore_errors=True)
+        return report
 
-    def _made(self, settings: Settings, digest: str) -> None:
+    def _made(self, settings: Settings, digest: str, preview: Path | None) -> RunReport:
         started = time.perf_counter()
         settings = with_model(settings)
         folder = find(settings, self._reporter)
         run = VideoRun.prepared(settings, folder, self._reporter)
-        run.request = digest
+        run.request, run.preview = digest, preview
         outputs = run.outputs("")
         self._take(run)
         with begun(run, outputs.asked) as kept:
             run.kept = kept
             try:
-                run.make_open(outputs, started)
+                return run.make_open(outputs, started)[1]
+            except Stopped:
+                raise
             except BaseException:
                 self.close()
                 raise
