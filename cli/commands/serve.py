@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, prepare
 from tpuport.cli.asked.options import command, flag
-from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import say
+from tpuport.cli.asked.settings import Settings, of_server
+from tpuport.cli.shown.output import give_out, say
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import DEMO, read_value
@@ -58,10 +59,6 @@ def serve(
     """
     prepare(debug=settings.debug)
     _check_installed()
-    if settings.report is not None:
-        raise UsageError("--report is not for serve; /metrics has figures")
-    if settings.out is not None:
-        raise UsageError("--out is not for serve; name a --folder")
     from tpuport.cli.server.fields import Shape
     from tpuport.cli.server.guard import read_keys
 
@@ -71,7 +68,7 @@ def serve(
     found = [read_value(Shape.parse, one, "--shapes") for one in shapes or ()]
     file = place(api_key_file, "--api-key-file")
     given: dict[str, Any] = {
-        "below": _here(settings),
+        "below": _here(of_server(settings)),
         "shapes": list({shape.key: shape for shape in found}.values()),
         "keys": () if file is None else read_keys(file),
         "loras": _loras(place(loras, "--loras")),
@@ -207,7 +204,11 @@ def _serve(
     )
     name, port = listening.getsockname()[:2]
     made.start()
-    say(f"serving on http://{f'[{name}]' if ':' in name else name}:{port}")
+    url = f"http://{f'[{name}]' if ':' in name else name}:{port}"
+    document = {"command": "serve", "url": url, "folder": str(folder)}
+    give_out(document, as_json=below.json)
+    sys.stdout.flush()
+    say(f"serving on {url}")
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:

@@ -7,6 +7,9 @@ from typing import Any
 #: HTTP's codes by the type that clients are told.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found"}
 
+#: Characters of a message.
+_LONGEST = 1000
+
 
 class Refused(Exception):
     """An answer that is an error.
@@ -19,7 +22,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status = status
+        self.message = _sendable(message)[:_LONGEST]
+        self.param = None if param is None else _sendable(param)[:100]
 
     def body(self) -> dict[str, Any]:
         """As OpenAI's clients read it."""
@@ -34,3 +39,8 @@ class Refused(Exception):
                 "code": None,
             }
         }
+
+
+def _sendable(text: str) -> str:
+    """A text that is UTF-8, whatever a client has sent."""
+    return text.encode("utf-8", "replace").decode()

@@ -262,9 +262,16 @@ def _check_option(name: str, value: Any) -> None:
             texts += [*one.keys(), *one.values()]
         elif isinstance(one, list):
             texts += one
-        elif isinstance(one, str) and _names_a_file(one):
+        elif isinstance(one, str) and _names_a_file(_typed_text(one)):
             message = f"{where}: {quoted(one)} may name a file, which no request does"
             raise Refused(400, message, "extra")
+
+
+def _typed_text(text: str) -> str:
+    try:
+        return kinds.text(text)
+    except ValueError as error:
+        raise Refused(400, f"extra: {quoted(text)} {error}", "extra") from None
 
 
 def _names_a_file(text: str) -> bool:
