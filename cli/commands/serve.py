@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import sys
@@ -170,6 +171,8 @@ def _serve(
     from tpuport.cli.server.metrics import Metrics
     from tpuport.cli.server.worker import Checks
 
+    # What is wrong in a form, its client is told.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     jobs, metrics = Jobs(folder / "jobs.sqlite3"), Metrics()
     local = is_loopback(host)
     if not local and not keys:

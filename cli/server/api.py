@@ -340,7 +340,9 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
 
 def application(service: Service) -> FastAPI:
     """The server's paths; keys and limits of bodies are looked at before."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     at_once = asyncio.Semaphore(_AT_ONCE)
 
     @app.exception_handler(Refused)

@@ -11,6 +11,7 @@ import os
 import queue
 import signal
 import threading
+from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -94,6 +95,7 @@ class _Events(Reporter):
 
     def __init__(self, line: _Line) -> None:
         self._line = line
+        self._said: deque[str] = deque(maxlen=100)
         self.job, self.video, self.stage = "", 0, ""
 
     @property
@@ -118,8 +120,10 @@ class _Events(Reporter):
         self._line.send(about)
 
     def say(self, text: str) -> None:
-        """A line for people."""
-        self._line.send(Remark(self.job, text))
+        """A line for people, once."""
+        if text not in self._said and not text.startswith("preview: "):
+            self._said.append(text)
+            self._line.send(Remark(self.job, text))
 
     def loading(self, component: str) -> None:
         """Weights are read."""

@@ -283,7 +283,7 @@ class Dispatcher:
         request = self._warm_request(shape, more)
         steps = min(self.defaults["num_inference_steps"], WARM_STEPS)
         settings = replace(request.settings, num_inference_steps=steps)
-        self._send(_WARM, [replace(request, settings=settings)], preview=None)
+        self._send(_WARM, [replace(request, settings=settings)])
 
     def _begin(self, job: Job) -> None:
         asked = job.asked
@@ -300,12 +300,14 @@ class Dispatcher:
             return
         self._busy = job.id
         self.live = Live(job.id, asked["steps"], len(requests))
-        self._send(job.id, requests, self.preview(job.id))
+        self._send(job.id, requests)
 
-    def _send(self, name: str, requests: list[Request], preview: Path | None) -> None:
+    def _send(self, name: str, requests: list[Request]) -> None:
         place = self.place(name)
         place.mkdir(parents=True, exist_ok=True)
-        make = Make(job=name, folder=place, requests=tuple(requests), preview=preview)
+        # Also to compile with: previews find their colours once.
+        given = {"requests": tuple(requests), "preview": self.preview(name)}
+        make = Make(job=name, folder=place, **given)
         assert self._engine is not None
         self._engine.send(make)
 

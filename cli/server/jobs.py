@@ -152,7 +152,7 @@ class Jobs:
         with self._lock:
             text = "SELECT count(*) FROM jobs WHERE status = ? AND number <= ?"
             found = self._base.execute(text, (QUEUED, job.number)).fetchone()
-        return int(found[0])
+        return max(int(found[0]), 1)
 
     def next(self) -> Job | None:
         """The job that has waited longest, which runs from now on."""

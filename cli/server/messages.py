@@ -18,13 +18,13 @@ class Make:
         job: names them in what is told.
         folder: of the videos.
         requests: one for each video, with a run directory.
-        preview: a file for frames while steps run; ``None`` for none.
+        preview: a file for frames while steps run.
     """
 
     job: str
     folder: Path
     requests: tuple[Request, ...]
-    preview: Path | None
+    preview: Path
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
@@ -28,6 +30,7 @@ class Worker:
     """
 
     def __init__(self, role: str, hear: Callable[[Any], None], *, debug: bool) -> None:
+        _start_tracker()
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -62,6 +65,23 @@ class Worker:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+
+def _start_tracker() -> None:
+    """Start Python's process that tracks semaphores; it is not to warn of tqdm's.
+
+    A process beside the server ends at once with the server, and leaves one.
+    """
+    name = "PYTHONWARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "ignore"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class Checks:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import json
 import os
 import random
@@ -68,7 +67,7 @@ _PATHS = (
 )
 
 
-def _head(random_: random.Random, method: str, path: str, **headers: str) -> bytes:
+def _head(method: str, path: str, **headers: str) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
@@ -121,8 +120,10 @@ def _form(chance: random.Random) -> tuple[bytes, str]:
     return _broken(chance, body), f"multipart/form-data; boundary={edge}"
 
 
-def message(chance: random.Random) -> tuple[bytes, float]:
-    """A request, and the seconds that its client lets pass in the middle of it."""
+def message(chance: random.Random) -> tuple[bytes, float, bool]:
+    """A request, the seconds that its client lets pass in the middle, and whether the
+    client goes away before it has sent what it announced.
+    """
     kind = chance.randrange(10)
     if kind < 4:
         body, content = _json_body(chance), "application/json"
@@ -134,24 +135,24 @@ def message(chance: random.Random) -> tuple[bytes, float]:
         )
         path = chance.choice(_PATHS)
         if kind == 9:
-            return chance.randbytes(chance.randrange(1, 400)) + b"\r\n\r\n", 0.0
-        return _head(chance, method, path), 0.0
+            return chance.randbytes(chance.randrange(1, 400)) + b"\r\n\r\n", 0.0, True
+        return _head(method, path), 0.0, False
     if chance.random() < 0.1:
         content = chance.choice(("text/plain", "multipart/form-data", "", "a/b;c=\xff"))
     length = len(body)
     if chance.random() < 0.1:  # a body that ends early, or never comes
         length += chance.choice((-1, 1, 1000, 1 << 40))
     head = _head(
-        chance,
         "POST",
         "/v1/videos",
         Content_Type=content,
         Content_Length=str(max(length, 0)),
     )
-    return head + body, chance.choice((0.0,) * 40 + (0.5,))
+    slow = chance.choice((0.0,) * 40 + (0.5,))
+    return head + body, slow, length > len(body)
 
 
-def _send(port: int, data: bytes, slow: float) -> tuple[str, bytes]:
+def _send(port: int, data: bytes, slow: float, short: bool) -> tuple[str, bytes]:
     """The code of the answer, or why there is none, and its bytes."""
     found = b""
     try:
@@ -161,7 +162,7 @@ def _send(port: int, data: bytes, slow: float) -> tuple[str, bytes]:
             if slow:
                 time.sleep(slow)
                 client.sendall(data[half:])
-            with contextlib.suppress(OSError):
+            if short:
                 client.shutdown(socket.SHUT_WR)
             while part := client.recv(1 << 16):
                 found += part

@@ -20,6 +20,7 @@ from PIL import Image
 
 from tests.cli.server.running import Running, running, until
 from tests.cli.tools import Cli
+from tests.measure.serve import fuzz
 from tpuport.core.files.sources import read_video
 
 ROOT = Path(__file__).parents[3]
@@ -42,6 +43,7 @@ def server(
 ) -> Iterator[Running]:
     place = tmp_path_factory.mktemp("served")
     flags = ("--weights", folder, *FLAGS, "--folder", "kept", "--queue", "3")
+    flags += ("--max-steps", "5000")
     with running(place, *flags, environment=environment) as found:
         found.ready()
         yield found
@@ -62,8 +64,7 @@ def alone(cli: Cli, folder: Path, name: str, *flags: str) -> bytes:
 def test_openais_client_makes_the_video_that_generate_makes(
     client: openai.OpenAI, server: Running, cli: Cli, folder: Path
 ) -> None:
-    extra = {"seed": 7, "guidance_scale": 1.5, "extra": {"num_videos": None}}
-    del extra["extra"]
+    extra = {"seed": 7, "guidance_scale": 1.5}
     made = client.videos.create_and_poll(
         prompt="a fox", size="32x16", extra_body=extra, poll_interval_ms=50
     )
@@ -83,12 +84,14 @@ def test_openais_client_makes_the_video_that_generate_makes(
     shown = Image.open(io.BytesIO(first))
     assert (shown.format, shown.size) == ("WEBP", frame.size)
     assert Image.open(io.BytesIO(sheet)).format == "JPEG"
-    # The sidecar is of the video, as replay reads it.
+    # The sidecar is of the video: replay makes the same frames.
     Path("fox.mp4.json").write_bytes(
         json.dumps(
             server.ask(f"/v1/videos/{made.id}/content?variant=sidecar")[1]
         ).encode()
     )
+    again = ("replay", "fox.mp4.json", "--weights", folder)
+    assert cli.good(*again, "--json").json["same"] is True
     part = client.videos.with_raw_response.download_content(
         made.id, extra_headers={"Range": "bytes=4-7"}
     )
@@ -197,7 +200,7 @@ def made_steps(server: Running) -> float:
 
 
 def test_a_full_queue_and_a_preview(server: Running) -> None:
-    first = server.create(prompt="a fox", num_inference_steps=200)
+    first = server.create(prompt="a fox", num_inference_steps=2000)
     until(lambda: server.job(first)["status"] == "in_progress")
     others = [server.create(prompt=f"fox {n}") for n in range(3)]
     assert server.job(others[2])["tpuport"]["position"] == 3
@@ -260,3 +263,13 @@ def test_a_killed_server_goes_on_to_the_same_bytes(
     wanted = alone(cli, folder, "fox.mp4", "--prompt", "a fox", "--seed", "5",
                    "--steps", str(MANY))  # fmt: skip
     assert video == wanted
+
+
+def test_a_fuzzer_finds_no_fault(server: Running) -> None:
+    """Ten thousand requests by hand: ``python -m tests.measure.serve``."""
+    codes = fuzz(server.port, 300, seed=1, at_once=100)
+    assert codes["400"] > 100
+    assert not {code for code in codes if code.startswith("5")}, codes
+    assert "Traceback" not in server.said
+    assert "error:" not in server.said
+    assert server.ask("/health") == (200, {"status": "ok"})
