@@ -7,13 +7,14 @@ import re
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, prepare
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings, of_server
+from tpuport.cli.server.fields import Limits, Shape
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.spec import kinds
@@ -60,7 +61,6 @@ def serve(
     """
     prepare(debug=settings.debug)
     _check_installed()
-    from tpuport.cli.server.fields import Shape
     from tpuport.cli.server.guard import read_keys
 
     def place(text: str | None, name: str) -> Path | None:
@@ -68,19 +68,36 @@ def serve(
 
     found = [read_value(Shape.parse, one, "--shapes") for one in shapes or ()]
     file = place(api_key_file, "--api-key-file")
-    given: dict[str, Any] = {
-        "below": _here(of_server(settings)),
-        "shapes": list({shape.key: shape for shape in found}.values()),
-        "keys": () if file is None else read_keys(file),
-        "loras": _loras(place(loras, "--loras")),
-        "keep": read_value(_seconds, keep, "--keep"),
-        "queue": queue,
-        "most_steps": max_steps,
-        "urls": allow_urls,
-    }
+    named = _loras(place(loras, "--loras"))
+    asked = _Asked(
+        below=_here(of_server(settings)),
+        shapes=list({shape.key: shape for shape in found}.values()),
+        keys=() if file is None else read_keys(file),
+        limits=Limits(steps=max_steps, loras=named),
+        keep=read_value(_seconds, keep, "--keep"),
+        queue=queue,
+        urls=allow_urls,
+    )
     own = place(folder, "--folder") or cache_folder(settings.cache_dir) / "serve"
     with _listening(host, port) as listening, working_in(own):
-        _serve(listening, own, host, **given)
+        _serve(listening, own, host, asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the flags say, but for where to listen.
+
+    Attributes:
+        keep: seconds.
+    """
+
+    below: Settings
+    shapes: list[Shape]
+    keys: tuple[str, ...]
+    limits: Limits
+    keep: float
+    queue: int
+    urls: bool
 
 
 def _check_installed() -> None:
@@ -146,26 +163,12 @@ def _model_name(settings: Settings) -> str:
     return weights.name if isinstance(weights, Path) else str(weights)
 
 
-def _serve(
-    listening: socket.socket,
-    folder: Path,
-    host: str,
-    *,
-    below: Settings,
-    shapes: list[Any],
-    keys: tuple[str, ...],
-    most_steps: int,
-    loras: dict[str, Path],
-    keep: float,
-    queue: int,
-    urls: bool,
-) -> None:
+def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> None:
     """Answer until a signal ends the server."""
     import uvicorn
 
     from tpuport.cli.server.api import Service, application
     from tpuport.cli.server.dispatcher import Dispatcher
-    from tpuport.cli.server.fields import Limits
     from tpuport.cli.server.guard import Guard, is_loopback
     from tpuport.cli.server.jobs import Jobs
     from tpuport.cli.server.metrics import Metrics
@@ -173,16 +176,16 @@ def _serve(
 
     # What is wrong in a form, its client is told.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-    jobs, metrics = Jobs(folder / "jobs.sqlite3"), Metrics()
+    jobs, metrics, below = Jobs(folder / "jobs.sqlite3"), Metrics(), asked.below
     local = is_loopback(host)
-    if not local and not keys:
+    if not local and not asked.keys:
         say(
             f"WARNING: {quoted(host)} IS OPEN: EVERYBODY WHO REACHES THIS MACHINE CAN "
             "MAKE AND SEE VIDEOS; use --api-key-file"
         )
     made = Dispatcher(
-        *(jobs, folder, below, shapes),
-        keep=keep,
+        *(jobs, folder, below, asked.shapes),
+        keep=asked.keep,
         checks=Checks(debug=below.debug),
         metrics=metrics,
     )
@@ -190,14 +193,14 @@ def _serve(
         dispatcher=made,
         metrics=metrics,
         model=_model_name(below),
-        limits=Limits(steps=most_steps, loras=loras),
-        queue=queue,
-        urls=urls,
+        limits=asked.limits,
+        queue=asked.queue,
+        urls=asked.urls,
         created=int(time.time()),
     )
-    app = Guard(application(service), keys=keys, local=local, metrics=metrics)
+    app = application(service)
     config = uvicorn.Config(
-        app,
+        Guard(app, keys=asked.keys, local=local, metrics=metrics),
         log_level="critical",
         access_log=False,
         server_header=False,

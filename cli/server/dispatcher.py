@@ -306,8 +306,8 @@ class Dispatcher:
         place = self.place(name)
         place.mkdir(parents=True, exist_ok=True)
         # Also to compile with: previews find their colours once.
-        given = {"requests": tuple(requests), "preview": self.preview(name)}
-        make = Make(job=name, folder=place, **given)
+        preview, videos = self.preview(name), tuple(requests)
+        make = Make(job=name, folder=place, requests=videos, preview=preview)
         assert self._engine is not None
         self._engine.send(make)
 
