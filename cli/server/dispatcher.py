@@ -140,8 +140,11 @@ class Dispatcher:
     def close(self) -> None:
         """Stop the engine; a running job is kept and goes on with the next server."""
         self._closing = True
+        self.checks.close()
         self._inbox.put(None)
         self._thread.join()
+        if self._engine is not None:
+            self._engine.close()
 
     def wake(self) -> None:
         """There is a new job."""
@@ -194,10 +197,11 @@ class Dispatcher:
                         self._remove(name)
             self._stop()
         except Exception as error:
-            if self._closing:
-                return
-            self._fail(f"the queue ended: {one_line(error) or type(error).__name__}")
-            raise
+            if not self._closing:
+                why = one_line(error) or type(error).__name__
+                self._fail(f"the queue ended: {why}")
+                if self.below.debug:
+                    raise
 
     def _fail(self, why: str) -> None:
         self.status, self.error = FAILED, why
@@ -407,8 +411,6 @@ class Dispatcher:
                 message = self._inbox.get(timeout=0.1)
                 if isinstance(message, Ended | Gone):
                     self._busy = ""
-        self._engine.close()
-        self.checks.close()
 
     # --- files
 

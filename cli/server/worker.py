@@ -92,7 +92,7 @@ class Checks:
         self._numbers = itertools.count(1)
         self._answers: dict[int, Checked] = {}
         self._changed = threading.Condition()
-        self._gone = False
+        self._gone = self._closed = False
         self._worker = self._started()
 
     def _started(self) -> Worker:
@@ -113,6 +113,8 @@ class Checks:
             Refused: the process was lost, or is too slow.
         """
         with self._changed:
+            if self._closed:
+                raise Refused(503, "the server ends")
             if self._gone:
                 self._worker = self._started()
             number = next(self._numbers)
@@ -126,5 +128,6 @@ class Checks:
         return found
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; who waits for a check is refused."""
+        self._closed = True
         self._worker.close()
