@@ -2,7 +2,8 @@
 
 ``python -m tests.measure.serve`` starts a server of the demo, sends requests that are
 broken in many ways, and tells of answers, memory and tracebacks. Then it makes pairs of
-videos, one of each with requests at a steady rate, and compares their steps.
+videos, one of each with requests at a steady rate, and compares their steps. With
+``--videos`` many follow, one after the other; jobs are kept for a minute.
 """
 
 from __future__ import annotations
@@ -242,6 +243,25 @@ def steps_of(server: Running, steps: int, rate: int) -> tuple[float, float]:
     return stages["denoise"] / steps, (found[0][0] / passed if rate else 0.0)
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(one) for one in found.split()]
+
+
+def many(server: Running, count: int) -> None:
+    """Make videos, one after the other; tell of memory and of files that are left."""
+    pid, part = server.process.pid, max(count // 10, 1)
+    for number in range(count):
+        name = server.create(prompt=f"fox {number}", num_inference_steps=1)
+        assert server.done(name)["status"] == "completed"
+        if (number + 1) % part == 0:
+            held = [resident(one) for one in (pid, *children(pid))]
+            places = len(list((server.log.parent / "kept/jobs").glob("*")))
+            text = f"{number + 1} videos, MiB of each process {held}, {places} folders"
+            print(text, flush=True)
+
+
 def main() -> None:
     """Print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -250,8 +270,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rate", type=int, default=200)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--videos", type=int, default=0)
     asked = parser.parse_args()
-    flags = ("--size", "96x64", "--frames", "9", "--folder", "kept")
+    flags = ("--size", "96x64", "--frames", "9", "--folder", "kept", "--keep", "60s")
     with tempfile.TemporaryDirectory() as place:
         own = {"TPUPORT_CACHE_DIR": f"{place}/cache"}
         with running(Path(place), *flags, environment=own) as server:
@@ -274,6 +295,7 @@ def main() -> None:
                     f"with {took[asked.rate][1]:.0f} answers a second",
                     flush=True,
                 )
+            many(server, asked.videos)
             if ratios:
                 print(f"median ratio {statistics.median(ratios):.3f}")
 
