@@ -29,7 +29,7 @@ FLAGS = (
     *("--option", "max_sequence_length=16"),
 )
 #: So many steps that a test sees some of them.
-MANY = 60
+MANY = 400
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,11 @@ def test_openais_client_makes_the_video_that_generate_makes(
     assert (shown.format, shown.size) == ("WEBP", frame.size)
     assert Image.open(io.BytesIO(sheet)).format == "JPEG"
     # The sidecar is of the video: replay makes the same frames.
-    Path("fox.mp4.json").write_bytes(
-        json.dumps(
-            server.ask(f"/v1/videos/{made.id}/content?variant=sidecar")[1]
-        ).encode()
-    )
+    sidecar = client.videos.download_content(
+        made.id,
+        variant="sidecar",  # type: ignore[arg-type]
+    ).read()
+    Path("fox.mp4.json").write_bytes(sidecar)
     again = ("replay", "fox.mp4.json", "--weights", folder)
     assert cli.good(*again, "--json").json["same"] is True
     part = client.videos.with_raw_response.download_content(
@@ -124,7 +124,7 @@ def test_clients_page_through_jobs_and_are_told_what_is_wrong(
     with pytest.raises(openai.BadRequestError) as caught:
         client.videos.create(prompt="x", size="64x64")  # type: ignore[arg-type]
     assert "these are: 32x16 5 frames" in str(caught.value)
-    with pytest.raises(openai.BadRequestError, match="starts from no image"):
+    with pytest.raises(openai.BadRequestError, match="input_reference"):
         client.videos.create(prompt="x", input_reference=("x.png", b"x", "image/png"))
     # What upstream refuses is refused before the queue.
     code, refused = server.ask(
@@ -177,13 +177,14 @@ def test_a_deleted_job_stops_within_a_step_and_leaves_nothing(
     assert (job["status"], job["tpuport"]["steps"]) == ("in_progress", MANY)
     assert 0 < job["progress"] < 100
     assert server.job(waits)["status"] == "queued"
-    before = made_steps(server)
     assert server.ask(f"/v1/videos/{name}", method="DELETE")[1]["deleted"] is True
+    before = made_steps(server)
     assert server.ask(f"/v1/videos/{name}")[0] == 404
     jobs = server.log.parent / "kept/jobs"
     until(lambda: not (jobs / name).exists())
     assert server.done(waits)["status"] == "completed"
-    assert made_steps(server) - before <= 2 + 2 + 1
+    # Two are of the other job. A step is as short as the way of a message.
+    assert made_steps(server) - before <= 2 + 3
     # The pipeline stayed open, and nothing of the other job is in the next one.
     assert server.video(waits) == alone(cli, folder, "cat.mp4", "--prompt", "a cat",
                                         "--seed", "3")  # fmt: skip
@@ -221,6 +222,7 @@ def test_a_killed_server_goes_on_to_the_same_bytes(
 ) -> None:
     """Two servers, one after the other."""
     flags = ("--weights", folder, *FLAGS, "--folder", "kept", "--checkpoint-every", "1")
+    flags += ("--max-steps", "5000")
     keys = tmp_path / "keys"
     keys.write_text("first-key\nsecond-key\n")
     given = ("--api-key-file", keys)
