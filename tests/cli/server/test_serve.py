@@ -6,7 +6,6 @@ Each server imports torch and jax twice, and compiles: more than 10 s.
 from __future__ import annotations
 
 import io
-import json
 import re
 import subprocess
 import time
