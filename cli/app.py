@@ -21,6 +21,7 @@ from tpuport.cli.commands.patches import patches
 from tpuport.cli.commands.plan import plan
 from tpuport.cli.commands.replay import replay
 from tpuport.cli.commands.runs import clean, runs
+from tpuport.cli.commands.serve import serve
 from tpuport.cli.commands.tune import bench_attention, tune
 from tpuport.cli.shown.errors import as_usage_error, explain
 
@@ -39,6 +40,7 @@ app.command("decode", cls=Command)(decode)
 app.command("resume", cls=Command)(resume)
 app.command("replay", cls=Command)(replay)
 app.command("batch", cls=Command)(batch)
+app.command("serve", cls=Command)(serve)
 runs_app = typer.Typer(cls=Group, invoke_without_command=True)
 runs_app.callback()(runs)
 runs_app.command("clean", cls=Command)(clean)

@@ -10,13 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from tpuport.cli.asked.environment import DEFAULT_MODEL
-from tpuport.cli.asked.settings import TABLE, gather, in_batch, take_own_options
+from tpuport.cli.asked.settings import (
+    TABLE,
+    gather,
+    in_batch,
+    in_server,
+    take_own_options,
+)
 from tpuport.cli.shown.errors import reported
 from tpuport.core.spec.run_settings import COMMANDS, FILES, Setting, in_words
 from tpuport.errors import UsageError
 
 #: The commands that read a YAML file.
-WITH_A_FILE = "GEPCQ"
+WITH_A_FILE = "GEPCQV"
+#: The commands with the flags of many requests.
+OF_MANY = {"Q": in_batch, "V": in_server}
 Config = Annotated[
     str | None,
     typer.Option(
@@ -59,7 +67,7 @@ def command(
 
         def run(context: typer.Context, **given: Any) -> None:
             with reported(debug=given["debug"]) as guard:
-                settings = gather(context, "G" if letter == "Q" else letter)
+                settings = gather(context, "G" if letter in OF_MANY else letter)
                 guard.debug = settings.debug
                 values = {"context": context, **given}
                 with _naming(settings.config):
@@ -73,7 +81,8 @@ def command(
             kind: Any = parameters[key].annotation
             parameters[key] = parameters[key].replace(annotation=Annotated[kind, said])
         for setting in TABLE.values():
-            if in_batch(setting) if letter == "Q" else letter in setting.commands:
+            many = OF_MANY.get(letter)
+            if many(setting) if many else letter in setting.commands:
                 default = False if setting.takes is bool else None
                 made = _parameter(setting.key, _annotation(setting), default)
                 parameters.setdefault(setting.key, made)

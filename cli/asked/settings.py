@@ -283,6 +283,31 @@ def in_batch(setting: Setting) -> bool:
     return "G" in setting.commands and not alone
 
 
+#: What a request to a server says itself, or what goes with one file.
+_OF_A_REQUEST = (
+    *("prompt", "prompt_file", "image", "video", "strength", "latents", "seed"),
+    *("out", "overwrite", "report", "batch_size"),
+)
+
+
+def in_server(setting: Setting) -> bool:
+    """Whether ``serve`` has a setting of ``generate``."""
+    return in_batch(setting) and setting.key not in _OF_A_REQUEST
+
+
+def of_server(settings: Settings) -> Settings:
+    """The settings of a server, found to say nothing that a request says.
+
+    Raises:
+        UsageError: a file of ``--config`` does.
+    """
+    defaults = defaults_of(Settings)
+    for name in _OF_A_REQUEST:
+        if name in defaults and getattr(settings, name) != defaults[name]:
+            raise UsageError(f"{name} is not for serve; a request says it")
+    return settings
+
+
 def of_line(values: Mapping[str, Any], where: str, below: Settings) -> Settings:
     """The settings of one request of a batch.
 

@@ -101,15 +101,25 @@ def read_requests(
         if not line.strip():
             continue
         try:
-            yield _request(number, line, f"{file} line {number}", folder, below)
+            where = f"{file} line {number}"
+            yield request_of(number, object_of(line, where), where, folder, below)
         except (TpuportError, OSError, RuntimeError) as error:
             yield number, one_line(error)
 
 
-def _request(
-    number: int, line: str, where: str, folder: AnyPath, below: Settings
+def request_of(
+    number: int, values: dict[str, Any], where: str, folder: AnyPath, below: Settings
 ) -> Request:
-    values = _object(line, where)
+    """The request that values say; see :func:`read_requests`.
+
+    Args:
+        number: of the line.
+        values: by the keys of a line; ``id`` is taken out.
+        where: the request is, for messages.
+
+    Raises:
+        UsageError: a key or a value is wrong.
+    """
     name = values.pop("id", None)
     if name is not None and not _ID.fullmatch(str(name)):
         raise UsageError(
@@ -147,7 +157,16 @@ def _request(
     )
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def object_of(line: str, where: str) -> dict[str, Any]:
+    """The JSON object of a text.
+
+    Args:
+        where: the text is, for messages.
+
+    Raises:
+        UsageError: it is no JSON object, or has a key twice.
+    """
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):

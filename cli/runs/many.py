@@ -15,12 +15,16 @@ from tpuport.cli.runs.staged import begun
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.runs.video_run import VideoRun, Wanted, find
 from tpuport.core.files.run_lock import holder
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, RunReport
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.errors import ArtifactError, WriteError
+from tpuport.errors import ArtifactError, TpuportError, WriteError
 
 #: Seconds in which a process that lost its driver ends.
 _ORPHAN = 60.0
+
+
+class Stopped(TpuportError):
+    """A reporter ends a run that nobody wants any more."""
 
 
 class Engine:
@@ -28,6 +32,7 @@ class Engine:
 
     Weights are loaded once for each pipeline, and programs are compiled once for each
     shape. A request that fails closes the pipeline: nothing of it reaches the next one.
+    One that is :class:`Stopped` does not: every call begins with what is its own.
 
     Args:
         reporter: told of what is loaded and compiled.
@@ -49,21 +54,29 @@ class Engine:
         self._open = None
         self._closing.close()
 
-    def make(self, settings: Settings, digest: str) -> None:
+    def make(
+        self, settings: Settings, digest: str, preview: Path | None = None
+    ) -> RunReport:
         """Make the videos of a request, or go on with them from a checkpoint.
 
         Args:
             settings: with the place of the videos, and a run directory, which is
                 removed when the videos are there.
             digest: of the request, for the sidecars.
+            preview: a file for frames while steps run; ``None`` for none.
 
         Raises:
             TpuportError: the request is wrong, or cannot be made.
         """
         assert settings.run_dir is not None
-        self.make_pack([(settings, digest)], settings.run_dir)
+        return self.make_pack([(settings, digest)], settings.run_dir, preview)
 
-    def make_pack(self, requests: Sequence[tuple[Settings, str]], folder: Path) -> None:
+    def make_pack(
+        self,
+        requests: Sequence[tuple[Settings, str]],
+        folder: Path,
+        preview: Path | None = None,
+    ) -> RunReport:
         """Make the videos of several requests in one call, or go on with the call.
 
         Args:
@@ -72,13 +85,14 @@ class Engine:
                 places alone; each has a prompt, and all or none a negative one.
             folder: the run directory, which is removed when all videos are there. The
                 videos of a request appear together, those of the first request first.
+            preview: a file for frames while steps run; ``None`` for none.
 
         Raises:
             TpuportError: a request is wrong, or the call cannot be made.
         """
         _wait_for(folder)
         try:
-            self._made(requests, folder)
+            report = self._made(requests, folder, preview)
         except WriteError:
             raise
         except ArtifactError:
@@ -86,23 +100,31 @@ class Engine:
             if not folder.exists() or holder(folder) is not None:
                 raise
             shutil.rmtree(folder)
-            self._made(requests, folder)
+            report = self._made(requests, folder, preview)
         shutil.rmtree(folder, ignore_errors=True)
+        return report
 
-    def _made(self, requests: Sequence[tuple[Settings, str]], run_dir: Path) -> None:
+    def _made(
+        self,
+        requests: Sequence[tuple[Settings, str]],
+        run_dir: Path,
+        preview: Path | None,
+    ) -> RunReport:
         started = time.perf_counter()
         named = [(with_model(settings), digest) for settings, digest in requests]
         wanted = _wanted(named) if len(named) > 1 else ()
         settings = replace(_together(named[0][0], wanted), run_dir=run_dir)
         folder = find(settings, self._reporter)
         run = VideoRun.prepared(settings, folder, self._reporter, wanted=wanted)
-        run.request = named[0][1]
+        run.request, run.preview = named[0][1], preview
         outputs = [run.outputs_of(asked, _count(asked)) for asked, _ in named]
         self._take(run)
         with begun(run, outputs[0].asked if not wanted else "") as kept:
             run.kept = kept
             try:
-                run.make_open(outputs, started)
+                return run.make_open(outputs, started)[1]
+            except Stopped:
+                raise
             except BaseException:
                 self.close()
                 raise

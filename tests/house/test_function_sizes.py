@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 MOST_LINES, MOST_PARAMETERS = 80, 9
 
 #: Signatures that are what a user types.
-DOORS = {"cli/commands/tune.py:tune"}
+DOORS = {"cli/commands/serve.py:serve", "cli/commands/tune.py:tune"}
 
 #: Bodies of Pallas kernels: what runs on the chip is written out in one piece.
 KERNELS = {

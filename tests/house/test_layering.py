@@ -52,7 +52,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cost",),
         ("plan",),
     ),
-    "cli": (("shown",), ("asked",), ("runs",), ("batches",), ("commands",), (HALL,)),
+    "cli": (
+        ("shown",),
+        ("asked",),
+        ("runs",),
+        ("batches",),
+        ("server",),
+        ("commands",),
+        (HALL,),
+    ),
 }
 #: Rooms that import less than their place allows.
 ONLY = {"cost": {HALL, "mesh", "files", "tracing", "cost"}}
@@ -311,7 +319,7 @@ def test_kernels_are_jax_only() -> None:
 #: that needs torch or jax.
 LIGHT_ROOMS = {("core", room) for room in (HALL, "mesh", "files", "spec")}
 LIGHT_ROOMS |= {
-    ("cli", room) for room in (HALL, "shown", "asked", "batches", "commands")
+    ("cli", room) for room in (HALL, "shown", "asked", "batches", "server", "commands")
 }
 
 

@@ -55,6 +55,7 @@ COMMANDS = {
     "H": "check",
     "W": "new-model",
     "Q": "batch",
+    "V": "serve",
 }
 
 #: The panels of a help text, in order; ``None`` has what most runs name.

@@ -1,0 +1,222 @@
+"""``tpuport serve``: a server of videos over HTTP, on this machine."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, prepare
+from tpuport.cli.asked.options import command, flag
+from tpuport.cli.asked.settings import Settings, of_server
+from tpuport.cli.server.fields import Limits, Shape
+from tpuport.cli.shown.output import give_out, say
+from tpuport.core.files.run_lock import working_in
+from tpuport.core.spec import kinds
+from tpuport.core.spec.run_settings import DEMO, read_value
+from tpuport.errors import UsageError, quoted
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@command(
+    "serve",
+    host=flag("--host HOST", "Where to listen; 0.0.0.0 is every network."),
+    port=flag("--port N", "0 takes a free one.", min=0, max=65535),
+    folder=flag("--folder FOLDER", "Jobs and videos. (default: in the cache folder)"),
+    api_key_file=flag("--api-key-file FILE", "Keys of clients, one a line."),
+    queue=flag("--queue N", "Jobs that may wait.", min=1),
+    keep=flag("--keep TIME", "Then a job and its files go, such as 7d or 12h."),
+    shapes=flag(
+        "--shapes WxHxF",
+        "Sizes and frames that requests may have; may be repeated.",
+    ),
+    max_steps=flag("--max-steps N", "The most steps of a video.", min=1),
+    loras=flag("--loras FOLDER", "LoRA files that requests may name."),
+    allow_urls=flag("--allow-urls", "Open public https addresses of images."),
+)
+def serve(
+    settings: Settings,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    folder: str | None = None,
+    api_key_file: str | None = None,
+    queue: int = 64,
+    keep: str = "7d",
+    shapes: list[str] | None = None,
+    max_steps: int = 200,
+    loras: str | None = None,
+    allow_urls: bool = False,
+) -> None:
+    """Serve videos over HTTP, as OpenAI's /v1/videos.
+
+    The other flags are for all requests that say nothing else.
+
+    Example: tpuport serve --model wan --steps 30 --api-key-file keys.txt
+    """
+    prepare(debug=settings.debug)
+    _check_installed()
+    from tpuport.cli.server.guard import read_keys
+
+    def place(text: str | None, name: str) -> Path | None:
+        return None if text is None else read_value(kinds.path, text, name).absolute()
+
+    found = [read_value(Shape.parse, one, "--shapes") for one in shapes or ()]
+    file = place(api_key_file, "--api-key-file")
+    named = _loras(place(loras, "--loras"))
+    asked = _Asked(
+        below=_here(of_server(settings)),
+        shapes=list({shape.key: shape for shape in found}.values()),
+        keys=() if file is None else read_keys(file),
+        limits=Limits(steps=max_steps, loras=named),
+        keep=read_value(_seconds, keep, "--keep"),
+        queue=queue,
+        urls=allow_urls,
+    )
+    own = place(folder, "--folder") or cache_folder(settings.cache_dir) / "serve"
+    with _listening(host, port) as listening, working_in(own):
+        _serve(listening, own, host, asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the flags say, but for where to listen.
+
+    Attributes:
+        keep: seconds.
+    """
+
+    below: Settings
+    shapes: list[Shape]
+    keys: tuple[str, ...]
+    limits: Limits
+    keep: float
+    queue: int
+    urls: bool
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import multipart  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"{error.name} is not installed: pip install 'tpuport[serve]'"
+        ) from error
+
+
+def _here(settings: Settings) -> Settings:
+    """The settings with a folder of weights by its whole name."""
+    weights = settings.weights
+    if weights is not None and Path(weights).expanduser().is_dir():
+        weights = Path(weights).expanduser().absolute()
+    return replace(settings, weights=weights, lora=_absolute(settings))
+
+
+def _absolute(settings: Settings) -> Any:
+    return tuple(choice.absolute() for choice in settings.lora)
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
+    if found is None or not int(found[1]):
+        raise ValueError("is no time, such as 7d, 12h, 30m or 90s")
+    return float(int(found[1]) * _UNITS[found[2]])
+
+
+def _loras(folder: Path | None) -> dict[str, Path]:
+    """The files of a folder by the names that requests use."""
+    if folder is None:
+        return {}
+    if not folder.is_dir():
+        raise UsageError(f"--loras {folder}: is no folder")
+    found = {file.stem: file for file in sorted(folder.glob("*.safetensors"))}
+    if not found:
+        raise UsageError(f"--loras {folder}: has no .safetensors file")
+    return found
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"--host {host} --port {port}: cannot be listened to: {error}; choose "
+            "another"
+        ) from error
+
+
+def _model_name(settings: Settings) -> str:
+    """What clients call the model."""
+    if settings.model or settings.weights in (None, DEMO):
+        parts = (settings.model or DEFAULT_MODEL, settings.variant)
+        return "-".join(filter(None, parts))
+    weights = settings.weights
+    return weights.name if isinstance(weights, Path) else str(weights)
+
+
+def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> None:
+    """Answer until a signal ends the server."""
+    import uvicorn
+
+    from tpuport.cli.server.api import Service, application
+    from tpuport.cli.server.dispatcher import Dispatcher
+    from tpuport.cli.server.guard import Guard, is_loopback
+    from tpuport.cli.server.jobs import Jobs
+    from tpuport.cli.server.metrics import Metrics
+    from tpuport.cli.server.worker import Checks
+
+    # What is wrong in a form, its client is told.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+    jobs, metrics, below = Jobs(folder / "jobs.sqlite3"), Metrics(), asked.below
+    local = is_loopback(host)
+    if not local and not asked.keys:
+        say(
+            f"WARNING: {quoted(host)} IS OPEN: EVERYBODY WHO REACHES THIS MACHINE CAN "
+            "MAKE AND SEE VIDEOS; use --api-key-file"
+        )
+    made = Dispatcher(
+        *(jobs, folder, below, asked.shapes),
+        keep=asked.keep,
+        checks=Checks(debug=below.debug),
+        metrics=metrics,
+    )
+    service = Service(
+        dispatcher=made,
+        metrics=metrics,
+        model=_model_name(below),
+        limits=asked.limits,
+        queue=asked.queue,
+        urls=asked.urls,
+        created=int(time.time()),
+    )
+    app = application(service)
+    config = uvicorn.Config(
+        Guard(app, keys=asked.keys, local=local, metrics=metrics),
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=1000,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=5,
+    )
+    name, port = listening.getsockname()[:2]
+    made.start()
+    url = f"http://{f'[{name}]' if ':' in name else name}:{port}"
+    document = {"command": "serve", "url": url, "folder": str(folder)}
+    give_out(document, as_json=below.json)
+    sys.stdout.flush()
+    say(f"serving on {url}")
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        made.close()
+        jobs.close()

@@ -1,0 +1,6 @@
+"""What ``tpuport serve`` is made of: requests, jobs, processes beside it, and HTTP.
+
+Not here: how a video is made (runs), nor the flags of the command (commands).
+May import: shown, asked, batches, in a function runs, and the packages below the
+command line.
+"""

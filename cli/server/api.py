@@ -1,0 +1,397 @@
+"""The paths of the server: what OpenAI's clients call, and what looks at the server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from tpuport.cli.server.bodies import asked_of
+from tpuport.cli.server.dispatcher import READY, Dispatcher, video_name
+from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.fields import (
+    IMAGE,
+    MOST_VIDEOS,
+    Limits,
+    Wanted,
+    seconds_text,
+    understood,
+)
+from tpuport.cli.server.guard import MOST_BODY
+from tpuport.cli.server.jobs import COMPLETED, FAILED, QUEUED, RUNNING, Job, new_id
+from tpuport.cli.server.metrics import Metrics
+from tpuport.cli.server.pictures import SHEET, THUMBNAIL
+from tpuport.cli.server.uploads import MOST_PIXELS, image_of, kept_image
+from tpuport.core.files.sealed_json import sidecar_path
+from tpuport.errors import TpuportError, in_one_line, quoted
+
+#: Bytes of the disk that stay free.
+FREE = 1 << 30
+#: Requests that are looked at at the same time.
+_AT_ONCE = 8
+#: Seconds after which a client asks again, of a job and of a full queue.
+_POLL, _RETRY = b"500", "5"
+_VARIANTS = {
+    "video": ("video/mp4", ""),
+    "thumbnail": ("image/webp", THUMBNAIL),
+    "spritesheet": ("image/jpeg", SHEET),
+    "preview": ("image/png", ""),
+    "sidecar": ("application/json", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What answers requests.
+
+    Attributes:
+        model: its name for clients.
+        queue: jobs that may wait.
+        urls: images may be addresses.
+    """
+
+    dispatcher: Dispatcher
+    metrics: Metrics
+    model: str
+    limits: Limits
+    queue: int
+    urls: bool
+    created: int
+
+    # --- jobs
+
+    def shown(self, job: Job) -> dict[str, Any]:
+        """A job as clients read it."""
+        asked, result, live = job.asked, job.result, self.dispatcher.live
+        live = live if live is not None and live.job == job.id else None
+        total, step = asked["steps"] * len(asked["seeds"]), 0
+        if live is not None:
+            total, step = live.steps * live.videos, live.done
+        progress = min(int(100 * step / max(total, 1)), 99)
+        if job.status == COMPLETED:
+            step, progress = total, 100
+        preview = job.status == RUNNING and self.dispatcher.preview(job.id).exists()
+        return {
+            "id": job.id,
+            "object": "video",
+            "model": asked["model"],
+            "status": job.status,
+            "progress": progress,
+            "created_at": int(job.created),
+            "completed_at": job.ended and int(job.ended),
+            "expires_at": job.expires and int(job.expires),
+            "prompt": asked["fields"]["prompt"],
+            "size": asked["size"] or "",
+            "seconds": seconds_text(asked["num_frames"], asked["fps"]),
+            "error": {"code": "failed", "message": job.error} if job.error else None,
+            "remixed_from_video_id": None,
+            "tpuport": {
+                "stage": live.what if live else None,
+                "step": step,
+                "steps": total,
+                "seconds_left": live.seconds_left if live else None,
+                "position": self.dispatcher.jobs.position(job)
+                if job.status == QUEUED
+                else None,
+                "preview": preview,
+                "seeds": asked["seeds"],
+                "num_frames": asked["num_frames"],
+                "fps": asked["fps"],
+                "settings": asked["fields"],
+                **{
+                    name: result.get(name)
+                    for name in (
+                        *("stages", "total_seconds"),
+                        *("peak_host_bytes", "peak_device_bytes"),
+                    )
+                },
+            },
+        }
+
+    def job(self, name: str, owner: str) -> Job:
+        """A job of an owner.
+
+        Raises:
+            Refused: there is none.
+        """
+        found = self.dispatcher.jobs.get(name, owner)
+        if found is None:
+            raise Refused(404, f"there is no video {quoted(name)}")
+        return found
+
+    def check_room(self) -> None:
+        """Refuse a request before it is looked at.
+
+        Raises:
+            Refused: the server is not ready, its queue or its disk is full.
+        """
+        if self.dispatcher.status != READY:
+            why = self.dispatcher.error or f"the server is {self.dispatcher.status}"
+            raise Refused(503, why)
+        if self.dispatcher.jobs.count(QUEUED) >= self.queue:
+            raise Refused(429, f"{self.queue} jobs wait already; ask again later")
+        if shutil.disk_usage(self.dispatcher.folder).free < FREE:
+            raise Refused(507, "the disk of the server is full")
+
+    def add(self, given: dict[str, Any], image: Any, owner: str) -> Job:
+        """Check a request as `generate` does, and put it into the queue.
+
+        Args:
+            given: its fields.
+            image: bytes, an address, or nothing.
+
+        Raises:
+            Refused: it cannot be made.
+        """
+        made = self.dispatcher
+        wanted = understood(
+            given,
+            model=self.model,
+            shapes=made.shapes,
+            limits=self.limits,
+            below=made.below,
+        )
+        name = new_id()
+        try:
+            job = self._checked(name, owner, wanted, image)
+            if not made.jobs.add(job, self.queue):
+                raise Refused(429, f"{self.queue} jobs wait already; ask again later")
+        except BaseException:
+            shutil.rmtree(made.place(name), ignore_errors=True)
+            raise
+        made.wake()
+        return self.job(name, owner)
+
+    def _checked(self, name: str, owner: str, wanted: Wanted, image: Any) -> Job:
+        made, values = self.dispatcher, dict(wanted.values)
+        if image is not None:
+            if not made.image:
+                message = f"{IMAGE}: {self.model} starts from no image; leave it out"
+                raise Refused(400, message, IMAGE)
+            data = (
+                image if isinstance(image, bytes) else image_of(image, urls=self.urls)
+            )
+            values["image"] = str(kept_image(data, made.place(name)))
+        elif made.image == "required":
+            raise Refused(400, f"{IMAGE}: is missing; {self.model} needs one", IMAGE)
+        try:
+            requests = made.requests(name, values, wanted.seeds)
+        except TpuportError as error:
+            raise Refused(400, self._told(name, in_one_line(error))) from error
+        found = made.checks.check(requests[0].settings)
+        if found.error:
+            raise Refused(400, self._told(name, found.error))
+        asked = {
+            "model": self.model,
+            "fields": wanted.fields,
+            "values": values,
+            "seeds": wanted.seeds,
+            "digests": [one.digest for one in requests],
+            "steps": found.facts["steps"],
+            "fps": found.facts["fps"],
+            "num_frames": wanted.shape.num_frames,
+            "size": wanted.shape.size,
+        }
+        return Job(id=name, owner=owner, asked=asked)
+
+    def _told(self, name: str, text: str) -> str:
+        """An error without the places of files of this machine."""
+        return text.replace(f"{self.dispatcher.place(name)}/", "")
+
+    def content(self, job: Job, variant: str, index: int) -> tuple[Path, str]:
+        """A file of a job, and what it is.
+
+        Raises:
+            Refused: it is not there.
+        """
+        if variant not in _VARIANTS:
+            known = ", ".join(_VARIANTS)
+            raise Refused(
+                400, f"variant: {quoted(variant)} is none of {known}", "variant"
+            )
+        kind, ending = _VARIANTS[variant]
+        if variant == "preview":
+            file = self.dispatcher.preview(job.id)
+            if not file.exists():
+                raise Refused(404, f"{job.id} has no preview now")
+            return file, kind
+        if job.status == FAILED:
+            raise Refused(404, f"{job.id} has failed and has no {variant}")
+        if job.status != COMPLETED:
+            raise Refused(409, f"{job.id} is {job.status}; ask again later")
+        if not 0 <= index < len(job.asked["seeds"]):
+            count = len(job.asked["seeds"])
+            raise Refused(400, f"index: {index} is none of 0 to {count - 1}", "index")
+        file = self.dispatcher.place(job.id) / video_name(index)
+        if variant == "sidecar":
+            file = sidecar_path(file)
+        return file.with_suffix(ending) if ending else file, kind
+
+    def ready(self) -> dict[str, Any]:
+        """What ``/ready`` tells."""
+        made = self.dispatcher
+        return {
+            "status": made.status,
+            "error": made.error or None,
+            "model": self.model,
+            "image": made.image,
+            "shapes": [shape.as_dict() for shape in made.shapes],
+            "defaults": made.defaults,
+            "limits": {
+                "num_inference_steps": self.limits.steps,
+                "n": MOST_VIDEOS,
+                "image_pixels": MOST_PIXELS,
+                "body_bytes": MOST_BODY,
+            },
+            "loras": sorted(self.limits.loras),
+            "queue": {"queued": made.jobs.count(QUEUED), "limit": self.queue},
+        }
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise Refused(400, f"{name}: {quoted(text)} is no number from 0", name)
+    if int(text) > most:
+        raise Refused(400, f"{name}: {text} is more than {most}", name)
+    return int(text)
+
+
+def application(service: Service) -> FastAPI:
+    """The server's paths; keys and limits of bodies are looked at before."""
+    app = FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
+        headers = {"Retry-After": _RETRY} if error.status in (429, 503) else None
+        return JSONResponse(error.body(), error.status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def not_there(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {quoted(request.url.path)}: {error.detail}"
+        body = Refused(error.status_code, message).body()
+        return JSONResponse(body, error.status_code)
+
+    _add_looks(app, service)
+    _add_videos(app, service)
+    return app
+
+
+def _add_looks(app: FastAPI, service: Service) -> None:
+    """What looks at the server."""
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        found = service.ready()
+        return JSONResponse(found, 200 if found["status"] == READY else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        jobs = service.dispatcher.jobs
+        text = service.metrics.text(jobs.count(QUEUED), jobs.count(RUNNING))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.model:
+            raise Refused(404, f"there is no model {quoted(name)}")
+        return JSONResponse(_model(service))
+
+
+def _add_videos(app: FastAPI, service: Service) -> None:
+    """What makes videos."""
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    @app.post("/v1/videos")
+    async def create(request: Request) -> Response:
+        service.check_room()
+        given, image = await asked_of(request)
+        async with at_once:
+            owner = request.scope["owner"]
+            job = await run_in_threadpool(service.add, given, image, owner)
+        return JSONResponse(service.shown(job))
+
+    @app.get("/v1/videos")
+    async def listed(request: Request) -> Response:
+        return JSONResponse(_page(service, request))
+
+    @app.get("/v1/videos/{name}")
+    async def get(name: str, request: Request) -> Response:
+        job = service.job(name, request.scope["owner"])
+        answer = JSONResponse(service.shown(job))
+        answer.raw_headers.append((b"openai-poll-after-ms", _POLL))
+        return answer
+
+    @app.delete("/v1/videos/{name}")
+    async def delete(name: str, request: Request) -> Response:
+        job = service.job(name, request.scope["owner"])
+        service.dispatcher.jobs.delete(job.id)
+        service.dispatcher.deleted(job.id)
+        about = {"id": job.id, "object": "video.deleted", "deleted": True}
+        return JSONResponse(about)
+
+    @app.get("/v1/videos/{name}/content")
+    async def content(name: str, request: Request) -> Response:
+        job = service.job(name, request.scope["owner"])
+        variant = request.query_params.get("variant", "video")
+        index = _number(request, "index", 0, MOST_VIDEOS)
+        file, kind = service.content(job, variant, index)
+        if variant == "preview":  # replaced while it is read
+            try:
+                return Response(file.read_bytes(), media_type=kind)
+            except OSError:
+                raise Refused(404, f"{job.id} has no preview now") from None
+        if not file.is_file():
+            raise Refused(404, f"{job.id} has no {variant} any more")
+        return FileResponse(file, media_type=kind, filename=f"{job.id}{file.suffix}")
+
+
+def _model(service: Service) -> dict[str, Any]:
+    about = {"id": service.model, "object": "model", "created": service.created}
+    return {**about, "owned_by": "tpuport"}
+
+
+def _page(service: Service, request: Request) -> dict[str, Any]:
+    """The jobs that a client asks for."""
+    owner, asked = request.scope["owner"], request.query_params
+    for name in asked:
+        if name not in ("after", "limit", "order"):
+            raise Refused(400, f"unknown field {quoted(name)}", name[:100])
+    limit = _number(request, "limit", 20, 100)
+    if not limit:
+        raise Refused(400, "limit: give 1 to 100", "limit")
+    order = asked.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise Refused(400, f"order: {quoted(order)} is none of asc, desc", "order")
+    after = None
+    if "after" in asked:
+        after = service.job(asked["after"], owner)
+    up = order == "asc"
+    found = service.dispatcher.jobs.page(owner, after, limit + 1, up=up)
+    shown = [service.shown(job) for job in found[:limit]]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(found) > limit,
+    }

@@ -1,0 +1,83 @@
+"""From the body of a request to its fields and its image: JSON, or a form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import Request
+from starlette.datastructures import UploadFile
+
+from tpuport.cli.batches.requests import object_of
+from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.fields import IMAGE, IMAGE_URL, of_text
+from tpuport.cli.server.guard import MOST_BODY
+from tpuport.errors import TpuportError, in_one_line, quoted
+
+
+async def asked_of(request: Request) -> tuple[dict[str, Any], Any]:
+    """The fields of a request, and its image: bytes, an address, or nothing.
+
+    Raises:
+        Refused: it is neither JSON nor a form.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0]
+    if kind.strip().lower() == "multipart/form-data":
+        return await _of_form(request)
+    if kind.strip().lower() != "application/json":
+        message = f"the content type {quoted(kind)} is neither application/json nor "
+        raise Refused(400, message + "multipart/form-data")
+    try:
+        given = object_of((await request.body()).decode(), "the body")
+    except UnicodeDecodeError:
+        raise Refused(400, "the body is not UTF-8") from None
+    except TpuportError as error:
+        raise Refused(400, in_one_line(error)) from error
+    image = given.pop(IMAGE, None)
+    if image is None:
+        return given, None
+    if not isinstance(image, dict) or set(image) != {"image_url"}:
+        message = f'{IMAGE}: give {{"image_url": "data:image/png;base64,..."}}'
+        raise Refused(400, message, IMAGE)
+    return given, image["image_url"] if image["image_url"] is not None else ""
+
+
+async def _of_form(request: Request) -> tuple[dict[str, Any], Any]:
+    given: dict[str, Any] = {}
+    image: Any = None
+    # A field may be as large as an image that is sent as text.
+    limits = {"max_files": 1, "max_fields": 64, "max_part_size": MOST_BODY}
+    async with request.form(**limits) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile) or name in (IMAGE, IMAGE_URL):
+                if image is not None or name not in (IMAGE, IMAGE_URL):
+                    message = f"{quoted(name)}: one file is taken, as {IMAGE}"
+                    raise Refused(400, message, name[:100])
+                image = value
+                if isinstance(value, UploadFile):
+                    image = await value.read()
+                elif name == IMAGE:
+                    raise Refused(400, f"{IMAGE}: is no file", IMAGE)
+                continue
+            _put(given, name, value)
+    return of_text(given), image
+
+
+def _put(given: dict[str, Any], name: str, value: str) -> None:
+    """Put a field of a form where it belongs: ``lora[]``, ``extra[NAME]``."""
+    if name.startswith("extra[") and name.endswith("]"):
+        options = given.setdefault("extra", {})
+        if not isinstance(options, dict) or name in options:
+            raise Refused(400, f"{quoted(name)}: is given twice", "extra")
+        try:
+            options[name[6:-1]] = json.loads(value)
+        except (ValueError, RecursionError):
+            options[name[6:-1]] = value
+        return
+    key = name.removesuffix("[]")
+    if key == "lora":
+        given.setdefault("lora", []).append(value)
+    elif key in given:
+        raise Refused(400, f"{quoted(key)}: is given twice; keep one", key[:100])
+    else:
+        given[key] = value

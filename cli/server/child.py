@@ -1,0 +1,210 @@
+"""The processes beside the server: one makes videos, one checks requests.
+
+Tracing holds Python's lock for seconds, and a compiler or a full memory may end a
+process. So neither is done in the process that answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tpuport.cli.asked.environment import import_libraries, prepare
+from tpuport.cli.batches.folder import BatchFolder
+from tpuport.cli.server.messages import (
+    Check,
+    Checked,
+    Ended,
+    Make,
+    Opened,
+    Remark,
+    Stop,
+    Told,
+)
+from tpuport.cli.server.pictures import write_pictures
+from tpuport.cli.shown.errors import may_pass
+from tpuport.cli.shown.output import told
+from tpuport.core.reports import CompileReport, Reporter, RunReport
+from tpuport.errors import in_one_line
+from tpuport.kernels.attention.choice import AttentionChoice
+
+MAKES, CHECKS = "makes", "checks"
+
+
+def run(connection: Connection, role: str, debug: bool) -> None:
+    """Do what is asked until nobody is there to ask.
+
+    Args:
+        role: :data:`MAKES` or :data:`CHECKS`; the latter runs on the CPU.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the server says when
+    if role == CHECKS:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.nice(10)
+    prepare(debug=debug)
+    line = _Line(connection)
+    import_libraries(Reporter())
+    line.send(Opened())
+    if role == CHECKS:
+        while True:
+            line.send(_checked(line.asked.get()))
+    from tpuport.cli.runs.many import Engine
+
+    events = _Events(line)
+    with Engine(events) as engine, told(events.say):
+        while True:
+            ended = _made(engine, events, line.asked.get())
+            line.stopped.discard(ended.job)
+            line.send(ended)
+
+
+class _Line:
+    """The connection to the server; the process ends with it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+        self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.stopped: set[str] = set()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Tell the server."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Stop):
+                    self.stopped.add(message.job)
+                else:
+                    self.asked.put(message)
+        os._exit(0)  # checkpoints are whole at any time
+
+
+class _Events(Reporter):
+    """Tells the server how far a job is, and ends one that is stopped."""
+
+    def __init__(self, line: _Line) -> None:
+        self._line = line
+        self._said: deque[str] = deque(maxlen=100)
+        self.job, self.video, self.stage = "", 0, ""
+
+    @property
+    def stopped(self) -> set[str]:
+        """The jobs that nobody wants any more."""
+        return self._line.stopped
+
+    def mind(self) -> None:
+        """End the job if that was asked for.
+
+        Raises:
+            Stopped: it was.
+        """
+        if self.job in self.stopped:
+            from tpuport.cli.runs.many import Stopped
+
+            raise Stopped("stopped")
+
+    def _tell(self, what: str, **more: Any) -> None:
+        self.mind()
+        about = Told(job=self.job, what=what, video=self.video, **more)
+        self._line.send(about)
+
+    def say(self, text: str) -> None:
+        """A line for people, once."""
+        if text not in self._said and not text.startswith("preview: "):
+            self._said.append(text)
+            self._line.send(Remark(self.job, text))
+
+    def loading(self, component: str) -> None:
+        """Weights are read."""
+        self._tell("loading")
+
+    def began(self, what: str) -> None:
+        """Work begins, such as to load the pipeline."""
+        if what.startswith("loading"):
+            self._tell("loading")
+
+    def compiling(self, stage: str, program: str) -> None:
+        """A program is traced and compiled."""
+        self._tell("compiling")
+
+    def compiled(self, report: CompileReport) -> None:
+        """A program is compiled."""
+        self._tell(self.stage, compiled=report.seconds)
+
+    def stage_started(self, stage: str, total: int, unit: str) -> None:
+        """A stage begins."""
+        self.stage = stage
+        self._tell(stage, total=total)
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        """Calls ended."""
+        self._tell(stage, done=done, total=total)
+
+
+def _made(engine: Any, events: _Events, make: Make) -> Ended:
+    """Make the videos of a job."""
+    events.job, events.video = make.job, 0
+    folder = BatchFolder(make.folder)
+    reports: list[RunReport] = []
+    try:
+        for events.video, request in enumerate(make.requests):
+            events.mind()
+            if folder.finished(request) is None:
+                given = (request.settings, request.digest, make.preview)
+                reports.append(engine.make(*given))
+            (video,) = request.paths
+            write_pictures(video)
+    except Exception as error:
+        if make.job in events.stopped:
+            return Ended(job=make.job, stopped=True)
+        why = in_one_line(error) or type(error).__name__
+        return Ended(job=make.job, error=why, passes=may_pass(error))
+    return Ended(job=make.job, result=_result(reports))
+
+
+def _result(reports: list[RunReport]) -> dict[str, Any]:
+    """What is told of a job that is done; of what a lost engine did, nothing."""
+    stages: dict[str, float] = {}
+    for report in reports:
+        for stage in report.stages:
+            stages[stage.stage] = stages.get(stage.stage, 0.0) + stage.total_seconds
+    devices = [r.peak_device_bytes for r in reports if r.peak_device_bytes is not None]
+    return {
+        "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
+        "total_seconds": round(sum(r.total_seconds for r in reports), 3),
+        "peak_host_bytes": max((r.peak_host_bytes for r in reports), default=None),
+        "peak_device_bytes": max(devices, default=None),
+    }
+
+
+def _checked(check: Check) -> Checked:
+    """Check as ``generate`` checks; the mesh is checked once, by the engine."""
+    from tpuport.cli.runs.variants import with_model
+    from tpuport.cli.runs.video_run import VideoRun, find
+
+    own: dict[str, Any] = {"mesh": None, "executables": None}
+    own["attention"] = AttentionChoice()
+    try:
+        with told(lambda text: None):
+            settings = with_model(replace(check.settings, **own))
+            folder = find(settings, Reporter())
+            made = VideoRun.prepared(settings, folder, Reporter())
+            made.outputs("")
+    except Exception as error:
+        why = in_one_line(error) or type(error).__name__
+        return Checked(number=check.number, error=why)
+    asked = made.asked
+    steps = asked.pop("num_inference_steps") or 1
+    facts = {**asked, "steps": steps, "fps": made.fps}
+    return Checked(number=check.number, facts=facts)

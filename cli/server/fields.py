@@ -1,0 +1,320 @@
+"""From the fields of a request to values of settings: named, typed, within limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.server.errors import Refused
+from tpuport.core.spec import kinds
+from tpuport.core.spec.run_settings import read_value
+from tpuport.errors import TpuportError, did_you_mean, in_one_line, quoted
+
+#: Every field but the image, and its kind.
+FIELDS: Mapping[str, kinds.Kind] = {
+    "prompt": kinds.text,
+    "model": kinds.text,
+    "size": kinds.size,
+    "seconds": kinds.number,
+    "num_frames": kinds.positive,
+    "fps": kinds.number,
+    "seed": kinds.number_from_0,
+    "n": kinds.positive,
+    "num_inference_steps": kinds.positive,
+    "guidance_scale": kinds.number,
+    "negative_prompt": kinds.text,
+    "flow_shift": kinds.number,
+    "lora": kinds.texts,
+    "extra": kinds.options,
+}
+IMAGE = "input_reference"
+#: In a form, a field of the object that an image may be.
+IMAGE_URL = f"{IMAGE}[image_url]"
+_TEXTS = ("prompt", "model", "size", "negative_prompt", "lora")
+#: As ``generate`` has them.
+_SAME = ("prompt", "negative_prompt", "fps", "num_inference_steps", "guidance_scale")
+
+#: Limits of a request.
+MOST_VIDEOS, MOST_TEXT, MOST_FPS, MOST_SEED = 8, 20_000, 240.0, 2**63 - 1 - 8
+#: Options that programs are made for, or that are no client's.
+_OF_THE_SERVER = (
+    *("max_sequence_length", "height", "width", "num_frames", "num_videos_per_prompt"),
+    *("output_type", "latents", "generator", "return_dict"),
+)
+_OPTION = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+#: Seconds that a clip may differ from what was asked for.
+_NEAR = 0.5
+
+
+@dataclass
+class Shape:
+    """A size and a number of frames that programs are made for.
+
+    Attributes:
+        width, height, num_frames: ``None`` where the pipeline has no such parameter.
+        fps: of the files, where a request does not say.
+        state: ``waiting``, ``compiling``, ``ready`` or ``failed``.
+    """
+
+    width: int | None
+    height: int | None
+    num_frames: int | None
+    fps: float = 0.0
+    state: str = "waiting"
+
+    @property
+    def size(self) -> str | None:
+        """As a request has it."""
+        return f"{self.width}x{self.height}" if self.width else None
+
+    @property
+    def key(self) -> tuple[int | None, ...]:
+        """What tells shapes apart."""
+        return self.width, self.height, self.num_frames
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "size": self.size,
+            "num_frames": self.num_frames,
+            "fps": self.fps,
+            "seconds": seconds_text(self.num_frames, self.fps),
+            "state": self.state,
+        }
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """``480x720x49``: width, height and frames."""
+        found = re.fullmatch(r"([0-9]{1,5})[xX×]([0-9]{1,5})[xX×]([0-9]{1,5})", text)
+        if found is None or not all(map(int, found.groups())):
+            raise ValueError("is no WIDTHxHEIGHTxFRAMES, such as 720x480x49")
+        width, height, frames = map(int, found.groups())
+        return cls(width, height, frames)
+
+
+def seconds_text(frames: int | None, fps: float) -> str:
+    """How long a clip is, as OpenAI's clients have it."""
+    return f"{round((frames or 1) / fps, 3):g}" if fps else "0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the server was started with.
+
+    Attributes:
+        steps: the most of a video.
+        loras: files by their names in requests.
+    """
+
+    steps: int
+    loras: Mapping[str, Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A request, understood.
+
+    Attributes:
+        fields: as they were given, typed, and JSON-ready.
+        shape: that is ready.
+        seeds: of each video.
+        values: of settings, by the keys of a line of a batch; without seed and image.
+    """
+
+    fields: dict[str, Any]
+    shape: Shape
+    seeds: list[int]
+    values: dict[str, Any]
+
+
+def of_text(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a form, in which numbers and objects are text."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in FIELDS and name not in _TEXTS and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                wanted = "a JSON object" if name == "extra" else "a number"
+                message = f"{name}: {quoted(value)} is not {wanted}"
+                raise Refused(400, message, name) from None
+        found[name] = value
+    return found
+
+
+def understood(
+    given: Mapping[str, Any],
+    *,
+    model: str,
+    shapes: Sequence[Shape],
+    limits: Limits,
+    below: Settings,
+) -> Wanted:
+    """What a request asks for; nothing is opened.
+
+    Args:
+        given: its fields, without the image.
+        model: the name that it may give.
+        shapes: those of the server, the default first.
+        below: what the flags of the server say.
+
+    Raises:
+        Refused: a field is unknown, of another kind, or beyond a limit.
+    """
+    typed = {name: _typed(name, value) for name, value in given.items()}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    if not typed.get("prompt", "").strip():
+        raise Refused(400, "prompt: is missing; say what to show", "prompt")
+    if typed.get("model", model) != model:
+        text = f"model: {quoted(typed['model'])} is not here; this server has {model}"
+        raise Refused(400, text, "model")
+    _check_limits(typed, limits)
+    shape = _shape(typed, shapes)
+    seed, count = typed.get("seed", below.seed[0]), typed.get("n", 1)
+    values: dict[str, Any] = {name: typed[name] for name in _SAME if name in typed}
+    if shape.size:
+        values["size"] = shape.size
+    if shape.num_frames:
+        values["num_frames"] = shape.num_frames
+    if "lora" in typed:
+        values["lora"] = [_lora(text, limits.loras) for text in typed["lora"]]
+    options = {**below.options, **typed.get("extra", {})}
+    if "flow_shift" in typed:
+        scheduler = str(options.get("scheduler", "checkpoint"))
+        join = "," if ":" in scheduler else ":"
+        shift = f"flow_shift={typed['flow_shift']!r}"
+        options["scheduler"] = f"{scheduler}{join}{shift}"
+    if options:
+        values["option"] = options
+    fields = {**typed, "seed": seed}
+    if "size" in fields:
+        fields["size"] = shape.size
+    if "lora" in fields:
+        fields["lora"] = list(fields["lora"])
+    seeds = [seed + number for number in range(count)]
+    return Wanted(fields=fields, shape=shape, seeds=seeds, values=values)
+
+
+def _typed(name: str, value: Any) -> Any:
+    kind = FIELDS.get(name)
+    if kind is None:
+        hint = did_you_mean(name, [*FIELDS, IMAGE], f"there are {', '.join(FIELDS)}")
+        raise Refused(400, f"unknown field {quoted(name)}; {hint}", name[:100])
+    if value is None:
+        return None
+    if name == "seconds" and isinstance(value, str):
+        value = of_text({name: value})[name]
+    try:
+        typed = read_value(kind, value, name)
+    except OverflowError:
+        raise Refused(400, f"{name}: is too large", name) from None
+    except TpuportError as error:
+        raise Refused(400, in_one_line(error), name) from error
+    if isinstance(typed, float) and not math.isfinite(typed):
+        raise Refused(400, f"{name}: is no finite number", name)
+    return typed
+
+
+def _check_limits(typed: Mapping[str, Any], limits: Limits) -> None:
+    most: dict[str, float] = {
+        "n": MOST_VIDEOS,
+        "num_inference_steps": limits.steps,
+        "fps": MOST_FPS,
+        "seed": MOST_SEED,
+    }
+    for name, value in most.items():
+        if typed.get(name, 0) > value:
+            raise Refused(400, f"{name}: is more than {value:.0f}, the most here", name)
+    for name in ("fps", "seconds", "flow_shift"):
+        if name in typed and typed[name] <= 0:
+            raise Refused(400, f"{name}: is not positive", name)
+    for name in ("prompt", "negative_prompt"):
+        if len(typed.get(name, "")) > MOST_TEXT:
+            message = f"{name}: has more than {MOST_TEXT} characters"
+            raise Refused(400, message, name)
+    if {"seconds", "num_frames"} <= typed.keys():
+        message = "seconds and num_frames exclude each other; give one"
+        raise Refused(400, message, "seconds")
+    if len(typed.get("lora", ())) > MOST_VIDEOS:
+        raise Refused(400, f"lora: more than {MOST_VIDEOS}", "lora")
+    for name, value in typed.get("extra", {}).items():
+        _check_option(name, value)
+
+
+def _check_option(name: str, value: Any) -> None:
+    """Refuse an option that is of the server, or that names a file."""
+    where = f"extra: {quoted(name)}"
+    if not _OPTION.fullmatch(name):
+        raise Refused(400, f"{where} is no name of an option", "extra")
+    if name in _OF_THE_SERVER or "image" in name or "video" in name:
+        raise Refused(400, f"{where} is not for a request; leave it out", "extra")
+    texts = [value]
+    while texts:
+        one = texts.pop()
+        if isinstance(one, dict):
+            texts += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            texts += one
+        elif isinstance(one, str) and _names_a_file(_typed_text(one)):
+            message = f"{where}: {quoted(one)} may name a file, which no request does"
+            raise Refused(400, message, "extra")
+
+
+def _typed_text(text: str) -> str:
+    try:
+        return kinds.text(text)
+    except ValueError as error:
+        raise Refused(400, f"extra: {quoted(text)} {error}", "extra") from None
+
+
+def _names_a_file(text: str) -> bool:
+    if any(sign in text for sign in "/\\~\0") or len(text) > 200:
+        return True
+    return bool(text) and os.path.lexists(text)
+
+
+def _lora(text: str, known: Mapping[str, Path]) -> str:
+    name, colon, scale = text.rpartition(":")
+    if not colon:
+        name, scale = text, ""
+    if name not in known:
+        otherwise = f"there are {', '.join(known)}" if known else "there is none"
+        message = f"lora: {quoted(name)} is not here; "
+        message += did_you_mean(name, known, otherwise)
+        raise Refused(400, message, "lora")
+    if colon and not re.fullmatch(r"[-+]?\d{1,3}(\.\d{1,6})?", scale, re.ASCII):
+        raise Refused(400, f"lora: {quoted(scale)} is no scale, such as 0.8", "lora")
+    return f"{known[name]}{colon}{scale}"
+
+
+def _shape(typed: Mapping[str, Any], shapes: Sequence[Shape]) -> Shape:
+    """The shape of a request, which must be ready."""
+    ready = [shape for shape in shapes if shape.state == "ready"]
+    listed = ", ".join(f"{s.size or 'any size'} {s.num_frames} frames" for s in ready)
+    wide, high = typed.get("size", (None, None))
+    of_size = [s for s in ready if wide is None or (s.width, s.height) == (wide, high)]
+    if not of_size:
+        message = f"size: {wide}x{high} is not ready; these are: {listed}"
+        raise Refused(400, message, "size")
+    frames, found = typed.get("num_frames"), of_size
+    if frames is not None:
+        found = [shape for shape in of_size if shape.num_frames == frames]
+        name, asked = "num_frames", f"{frames} frames are"
+    elif "seconds" in typed:
+        name, asked = "seconds", f"{typed['seconds']:g} seconds are"
+
+        def away(shape: Shape) -> float:
+            length = (shape.num_frames or 1) / (typed.get("fps") or shape.fps)
+            return abs(length - float(typed["seconds"]))
+
+        found = sorted((s for s in of_size if away(s) <= _NEAR), key=away)
+    if not found:
+        raise Refused(400, f"{name}: {asked} not ready; these are: {listed}", name)
+    return found[0]

@@ -1,0 +1,111 @@
+"""What a server and the processes beside it say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.batches.requests import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Make:
+    """Make videos, one after the other.
+
+    Attributes:
+        job: names them in what is told.
+        folder: of the videos.
+        requests: one for each video, with a run directory.
+        preview: a file for frames while steps run.
+    """
+
+    job: str
+    folder: Path
+    requests: tuple[Request, ...]
+    preview: Path
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop to make the videos of a job."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """Find out whether a video can be made."""
+
+    number: int
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The process has imported what it needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """How far a job is.
+
+    Attributes:
+        what: a stage, ``loading`` or ``compiling``.
+        video: from 0.
+        done, total: calls of a stage.
+        compiled: seconds of a program that was made ready.
+    """
+
+    job: str
+    what: str
+    video: int
+    done: int = 0
+    total: int = 0
+    compiled: float | None = None
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A line for people."""
+
+    job: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A job that the engine has no more to do with.
+
+    Attributes:
+        error: in one line; empty where the videos are there.
+        passes: the same job may succeed when it is tried again.
+        stopped: as was asked.
+        result: stage seconds and peaks.
+    """
+
+    job: str
+    error: str = ""
+    passes: bool = False
+    stopped: bool = False
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a check has found.
+
+    Attributes:
+        error: why the video cannot be made; empty if it can.
+        facts: ``width``, ``height``, ``num_frames``, ``steps`` and ``fps``.
+    """
+
+    number: int
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The process has ended."""

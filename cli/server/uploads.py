@@ -1,0 +1,171 @@
+"""The image of a request: bytes of the request itself, or of an address."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import ipaddress
+import re
+import socket
+import ssl
+import time
+import urllib.parse
+import warnings
+from pathlib import Path
+
+from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.fields import IMAGE
+from tpuport.core.files.atomic import atomic_write_bytes, one_line
+from tpuport.core.files.sources import SMALLEST_SIDE
+
+#: Pixels of an image, and its bytes.
+MOST_PIXELS, MOST_BYTES = 1 << 24, 16 << 20
+#: What is read, and the endings of the files.
+_ENDINGS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
+#: Stands for addresses of IPv4, public or not.
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+#: Seconds for an address, all in all.
+_SECONDS = 15.0
+_DATA = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
+
+
+def _refused(why: str) -> Refused:
+    return Refused(400, f"{IMAGE}: {why}", IMAGE)
+
+
+def image_of(address: object, *, urls: bool) -> bytes:
+    """The bytes that ``image_url`` stands for.
+
+    Args:
+        urls: addresses may be opened.
+
+    Raises:
+        Refused: it is neither data nor an address that may be opened.
+    """
+    if not isinstance(address, str):
+        raise _refused("image_url is no text")
+    if found := _DATA.match(address):
+        try:
+            return base64.b64decode(address[found.end() :], validate=True)
+        except ValueError:
+            raise _refused("the data of image_url is not base64") from None
+    if not urls:
+        raise _refused(
+            "addresses are not opened here; upload the image, or send it as data:"
+        )
+    return fetched(address)
+
+
+def kept_image(data: bytes, folder: Path) -> Path:
+    """The file of an image, written as it came.
+
+    Raises:
+        Refused: it is no image that is read here, or has too many pixels.
+    """
+    from PIL import Image
+
+    if len(data) > MOST_BYTES:
+        raise Refused(413, f"{IMAGE}: has more than {MOST_BYTES} bytes", IMAGE)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of images that are too large
+            image = Image.open(io.BytesIO(data), formats=[*_ENDINGS])
+            if image.width * image.height > MOST_PIXELS:
+                size = f"{image.width}x{image.height}"
+                raise _refused(f"{size} has more than {MOST_PIXELS} pixels")
+            if min(image.size) < SMALLEST_SIDE:
+                raise _refused(f"a side has fewer than {SMALLEST_SIDE} pixels")
+            ending = _ENDINGS[str(image.format)]
+            image.load()
+    except Refused:
+        raise
+    except Exception as error:  # of many kinds, by what is damaged
+        kinds = ", ".join(_ENDINGS)
+        raise _refused(f"is no {kinds} that can be read") from error
+    file = folder / f"image{ending}"
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_bytes(file, data)
+    return file
+
+
+class _Pinned(http.client.HTTPSConnection):
+    """A connection to an address that was looked at, whatever the name says later."""
+
+    def __init__(self, host: str, port: int, address: str, context: ssl.SSLContext):
+        super().__init__(host, port, timeout=_SECONDS, context=context)
+        self._address, self._own = address, context
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self._address, self.port), self.timeout)
+        self.sock = self._own.wrap_socket(plain, server_hostname=self.host)
+
+
+def fetched(address: str, context: ssl.SSLContext | None = None) -> bytes:
+    """What lies at a public address; redirects are not followed.
+
+    Args:
+        context: of the connection.
+
+    Raises:
+        Refused: it is not public, not https, too large or too slow.
+    """
+    until = time.monotonic() + _SECONDS
+    try:
+        parts = urllib.parse.urlsplit(address)
+        host, port = parts.hostname, parts.port or 443
+        if parts.scheme != "https" or not host or parts.username is not None:
+            raise _refused("image_url is no https address without a user")
+        target = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=-._~")
+        if parts.query:
+            target += "?" + urllib.parse.quote(parts.query, safe="/?%:@!$&'()*+,;=-._~")
+        connection = _Pinned(
+            host,
+            port,
+            public_address(host, port),
+            context or ssl.create_default_context(),
+        )
+        try:
+            connection.request("GET", target, headers={"User-Agent": "tpuport"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise _refused(f"the address answers {answer.status}")
+            return _body(answer, until)
+        finally:
+            connection.close()
+    except Refused:
+        raise
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise _refused(f"image_url cannot be read: {one_line(error)}") from error
+
+
+def _body(answer: http.client.HTTPResponse, until: float) -> bytes:
+    found = bytearray()
+    while chunk := answer.read1(1 << 16):
+        found += chunk
+        if len(found) > MOST_BYTES:
+            raise _refused(f"the address has more than {MOST_BYTES} bytes")
+        if time.monotonic() > until:
+            raise _refused(f"the address takes more than {_SECONDS:.0f} seconds")
+    return bytes(found)
+
+
+def public_address(host: str, port: int) -> str:
+    """The address of a host, all of whose addresses are public.
+
+    Raises:
+        Refused: one is of this machine, or of a network that is not public.
+    """
+    found = {
+        str(one[4][0])
+        for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    }
+    for text in found:
+        one = ipaddress.ip_address(text.partition("%")[0])
+        inner = getattr(one, "ipv4_mapped", None) or getattr(one, "sixtofour", None)
+        for each in filter(None, (one, inner)):
+            if not each.is_global or each.is_multicast or each in _NAT64:
+                raise _refused(f"{host} is not public")
+    if not found:
+        raise _refused(f"{host} has no address")
+    return min(found)

@@ -1,0 +1,102 @@
+"""What a request may say, and what the server makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.fields import Limits, Shape, Wanted, of_text, understood
+
+SHAPES = (
+    Shape(96, 64, 9, fps=8.0, state="ready"),
+    Shape(96, 64, 17, fps=8.0, state="ready"),
+    Shape(64, 64, 9, fps=8.0, state="compiling"),
+)
+LORAS = {"clay": Path("/loras/clay.safetensors")}
+
+
+def asked(**given: Any) -> Wanted:
+    return understood(
+        {"prompt": "a fox", **given},
+        model="wan",
+        shapes=SHAPES,
+        limits=Limits(steps=50, loras=LORAS),
+        below=Settings(seed=(5,), options={"max_sequence_length": 16}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"num_inference_stepz": 3}, "num_inference_stepz", "num_inference_steps?"),
+        ({"prompt": " "}, "prompt", "is missing"),
+        ({"prompt": 3}, "prompt", "is not text"),
+        ({"prompt": "x" * 20_001}, "prompt", "characters"),
+        ({"prompt": "\ud800"}, "prompt", "surrogate"),
+        ({"model": "sora-2"}, "model", "this server has wan"),
+        ({"size": "32x32"}, "size", "96x64 9 frames"),
+        ({"size": "64x64"}, "size", "is not ready"),
+        ({"size": "1" * 5000 + "x1"}, "size", ""),
+        ({"num_frames": 10}, "num_frames", "96x64 17 frames"),
+        ({"num_frames": 10**400}, "num_frames", "ready"),
+        ({"seconds": 9}, "seconds", "9 seconds are not ready"),
+        ({"seconds": 1, "num_frames": 9}, "seconds", "exclude"),
+        ({"n": 9}, "n", "more than 8"),
+        ({"num_inference_steps": 51}, "num_inference_steps", "more than 50"),
+        ({"guidance_scale": float("nan")}, "guidance_scale", "finite"),
+        ({"guidance_scale": 10**400}, "guidance_scale", "too large"),
+        ({"fps": -1}, "fps", "not positive"),
+        ({"seed": -1}, "seed", "negative"),
+        ({"seed": 2**63}, "seed", "more than"),
+        ({"lora": "cla"}, "lora", "did you mean clay?"),
+        ({"lora": "/etc/passwd"}, "lora", "not here"),
+        ({"lora": "clay:much"}, "lora", "no scale"),
+        ({"extra": {"max_sequence_length": 512}}, "extra", "not for a request"),
+        ({"extra": {"image": "x"}}, "extra", "not for a request"),
+        ({"extra": {"a": {"b": ["/etc/passwd"]}}}, "extra", "may name a file"),
+        ({"extra": {"a": "pyproject.toml"}}, "extra", "may name a file"),
+        ({"extra": 3}, "extra", ""),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(
+    given: dict[str, Any], param: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])  # where there is a pyproject.toml
+    with pytest.raises(Refused) as caught:
+        asked(**given)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_request_becomes_values_of_settings() -> None:
+    found = asked(seconds="2", n=2, flow_shift=3, lora="clay:0.8", guidance_scale=2)
+    assert found.shape is SHAPES[1]  # 17 frames at 8 a second: 2.125 seconds
+    assert found.seeds == [5, 6]
+    assert found.values == {
+        "prompt": "a fox",
+        "guidance_scale": 2.0,
+        "size": "96x64",
+        "num_frames": 17,
+        "lora": ["/loras/clay.safetensors:0.8"],
+        "option": {
+            "max_sequence_length": 16,
+            "scheduler": "checkpoint:flow_shift=3.0",
+        },
+    }
+    assert found.fields["seed"] == 5
+    again = dict(found.fields)
+    assert asked(**again).values == found.values
+
+
+def test_a_form_has_numbers_as_text() -> None:
+    given = {"prompt": "7", "seed": "7", "extra": '{"a": 1}', "lora": ["clay"]}
+    typed = {"prompt": "7", "seed": 7, "extra": {"a": 1}, "lora": ["clay"]}
+    assert of_text(given) == typed
+    with pytest.raises(Refused) as caught:
+        of_text({"seed": "seven"})
+    assert "seed: 'seven' is not a number" in caught.value.message

@@ -1,0 +1,69 @@
+"""The file of jobs: order, owners, limits, and what a killed server leaves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tpuport.cli.server.jobs import COMPLETED, QUEUED, RUNNING, Job, Jobs, new_id
+from tpuport.errors import ArtifactError
+
+
+def add(jobs: Jobs, name: str, owner: str = "", limit: int = 9) -> bool:
+    return jobs.add(Job(id=name, owner=owner, asked={}), limit)
+
+
+def test_jobs_run_in_order_and_one_that_ran_is_first_again(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs")
+    assert [add(jobs, name, limit=2) for name in "abc"] == [True, True, False]
+    first = jobs.next()
+    assert first is not None
+    assert (first.id, first.status) == ("a", RUNNING)
+    assert add(jobs, "c", limit=2)
+    jobs.close()  # as a kill leaves the file
+    jobs = Jobs(tmp_path / "jobs")
+    jobs.again(lost="a")
+    found = jobs.get("a")
+    assert found is not None
+    assert (found.status, found.tries, jobs.position(found)) == (QUEUED, 1, 1)
+    assert [one.id for one in iter(jobs.next, None)] == ["a", "b", "c"]
+
+
+def test_an_owner_sees_only_its_own_jobs(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs")
+    for name in "abcd":
+        add(jobs, name, owner=f"key {name in 'bd'}")
+    page = jobs.page("key True", None, 9, up=False)
+    assert [job.id for job in page] == ["d", "b"]
+    assert [job.id for job in jobs.page("key True", page[1], 9, up=True)] == ["d"]
+    assert jobs.get("a", "key True") is None
+    assert jobs.get("a", "key False") is not None
+
+
+def test_what_ended_expires_and_a_job_that_is_gone_stays_gone(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs")
+    for name in "ab":
+        add(jobs, name)
+    jobs.ended("a", keep=-1, result={"total_seconds": 1})
+    jobs.delete("b")
+    jobs.ended("b", keep=-1)
+    assert (jobs.expired(), jobs.count(COMPLETED)) == (["a"], 1)
+    found = jobs.get("a")
+    assert found is not None
+    assert found.result == {"total_seconds": 1}
+    assert abs((found.ended or 0) - time.time()) < 60
+
+
+def test_ids_are_not_guessed() -> None:
+    names = {new_id() for _ in range(100)}
+    assert len(names) == 100
+    assert all(len(name) == len("video_") + 32 for name in names)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "jobs"
+    file.write_text("x" * 4096)
+    with pytest.raises(ArtifactError, match="is no file of jobs"):
+        Jobs(file)

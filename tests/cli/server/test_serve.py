@@ -1,0 +1,276 @@
+"""A whole server of the small pipeline: its clients, kills, deletes and previews.
+
+Each server imports torch and jax twice, and compiles: more than 10 s.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.cli.server.running import Running, running, until
+from tests.cli.tools import Cli
+from tests.measure.serve import fuzz
+from tpuport.core.files.sources import read_video
+
+ROOT = Path(__file__).parents[3]
+FLAGS = (
+    *("--size", "32x16", "--frames", "5", "--steps", "2"),
+    *("--option", "max_sequence_length=16"),
+)
+#: So many steps that a test sees some of them, and so many of a server that is killed.
+MANY, KEPT = 400, 100
+
+
+@pytest.fixture(scope="module")
+def environment(cache: Path) -> dict[str, str]:
+    return {"TPUPORT_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def server(
+    folder: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    place = tmp_path_factory.mktemp("served")
+    flags = ("--weights", folder, *FLAGS, "--folder", "kept", "--queue", "3")
+    flags += ("--max-steps", "5000")
+    with running(place, *flags, environment=environment) as found:
+        found.ready()
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def alone(cli: Cli, folder: Path, name: str, *flags: str) -> bytes:
+    """The video that `generate` makes."""
+    cli.good("generate", "--weights", folder, *FLAGS, *flags, "--out", name)
+    return Path(name).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_openais_client_makes_the_video_that_generate_makes(
+    client: openai.OpenAI, server: Running, cli: Cli, folder: Path
+) -> None:
+    extra = {"seed": 7, "guidance_scale": 1.5}
+    made = client.videos.create_and_poll(
+        prompt="a fox", size="32x16", extra_body=extra, poll_interval_ms=50
+    )
+    assert (made.status, made.progress, made.size) == ("completed", 100, "32x16")
+    assert (made.prompt, made.error, made.seconds) == ("a fox", None, "0.5")
+    assert made.completed_at is not None
+    assert made.expires_at == made.completed_at + 7 * 86400
+    about: Any = made.to_dict()["tpuport"]
+    assert set(about["stages"]) == {"encode", "denoise", "decode"}
+    assert about["peak_host_bytes"] > 1 << 20
+    video = client.videos.download_content(made.id).read()
+    assert video == alone(cli, folder, "fox.mp4", "--prompt", "a fox", "--seed", "7",
+                          "--guidance", "1.5")  # fmt: skip
+    sheet = client.videos.download_content(made.id, variant="spritesheet").read()
+    first = client.videos.download_content(made.id, variant="thumbnail").read()
+    frame = read_video("fox.mp4")[0]
+    shown = Image.open(io.BytesIO(first))
+    assert (shown.format, shown.size) == ("WEBP", frame.size)
+    assert Image.open(io.BytesIO(sheet)).format == "JPEG"
+    # The sidecar is of the video: replay makes the same frames.
+    sidecar = client.videos.download_content(
+        made.id,
+        variant="sidecar",  # type: ignore[arg-type]
+    ).read()
+    Path("fox.mp4.json").write_bytes(sidecar)
+    again = ("replay", "fox.mp4.json", "--weights", folder)
+    assert cli.good(*again, "--json").json["same"] is True
+    part = client.videos.with_raw_response.download_content(
+        made.id, extra_headers={"Range": "bytes=4-7"}
+    )
+    assert part.content == video[4:8] == b"ftyp"
+    assert client.models.list().data[0].id == made.model
+    assert client.videos.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.videos.retrieve(made.id)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_clients_page_through_jobs_and_are_told_what_is_wrong(
+    client: openai.OpenAI, server: Running
+) -> None:
+    names = [
+        client.videos.create(prompt=f"fox {n}", extra_body={"n": n}).id for n in (1, 2)
+    ]
+    for name in names:
+        server.done(name)
+    found = [video.id for video in client.videos.list(limit=1, order="asc")]
+    assert found == names
+    newest = client.videos.list(limit=1)
+    assert [video.id for video in newest.data] == [names[1]]
+    both = [server.video(names[1], f"?index={n}") for n in (0, 1)]
+    assert both[0] != both[1]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.videos.create(prompt="x", extra_body={"num_inference_step": 2})
+    assert caught.value.param == "num_inference_step"
+    assert "did you mean num_inference_steps?" in str(caught.value)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.videos.create(prompt="x", size="64x64")  # type: ignore[arg-type]
+    assert "these are: 32x16 5 frames" in str(caught.value)
+    with pytest.raises(openai.BadRequestError, match="input_reference"):
+        client.videos.create(prompt="x", input_reference=("x.png", b"x", "image/png"))
+    # What upstream refuses is refused before the queue.
+    code, refused = server.ask(
+        "/v1/videos", {"prompt": "x", "extra": {"no_such_option": 3}}
+    )
+    assert (code, "no_such_option" in refused["error"]["message"]) == (400, True)
+    for name in names:
+        client.videos.delete(name)
+
+
+def test_the_lines_of_the_page_run_as_written(server: Running, tmp_path: Path) -> None:
+    page = (ROOT / "docs/serve.md").read_text()
+    lines = next(
+        b for b in re.findall(r"```console\n(.*?)```", page, re.S) if "curl" in b
+    )
+    assert lines.count("curl ") == 6
+    create, rest = lines.split("curl -s http://127.0.0.1:8000/v1/videos -F", 1)
+    script = f"""set -eu
+{create}
+ID=$(curl -s http://127.0.0.1:8000/v1/videos -F{rest.splitlines()[0]} \
+  | python3 -c 'import json, sys; print(json.load(sys.stdin)["id"])')
+while curl -s http://127.0.0.1:8000/v1/videos/$ID | grep -qE 'queued|in_progress'
+do sleep 0.1; done
+""" + "\n".join(rest.splitlines()[1:])
+    script = script.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+    ran = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert '"deleted":true' in ran.stdout
+    assert (tmp_path / "fox.mp4").read_bytes()[4:8] == b"ftyp"
+
+
+def test_a_deleted_job_stops_within_a_step_and_leaves_nothing(
+    server: Running, cli: Cli, folder: Path
+) -> None:
+    name = server.create(prompt="a fox", num_inference_steps=MANY)
+    waits = server.create(prompt="a cat", seed=3)
+
+    def steps() -> Any:
+        job = server.job(name)
+        # A preview comes once a second at most.
+        return job["tpuport"]["step"] >= 3 and job
+
+    job = until(steps)
+    assert (job["status"], job["tpuport"]["steps"]) == ("in_progress", MANY)
+    assert 0 < job["progress"] < 100
+    assert server.job(waits)["status"] == "queued"
+    assert server.ask(f"/v1/videos/{name}", method="DELETE")[1]["deleted"] is True
+    before = made_steps(server)
+    assert server.ask(f"/v1/videos/{name}")[0] == 404
+    jobs = server.log.parent / "kept/jobs"
+    until(lambda: not (jobs / name).exists())
+    assert server.done(waits)["status"] == "completed"
+    # Two are of the other job. A step is as short as the way of a message.
+    assert made_steps(server) - before <= 2 + 3
+    # The pipeline stayed open, and nothing of the other job is in the next one.
+    assert server.video(waits) == alone(cli, folder, "cat.mp4", "--prompt", "a cat",
+                                        "--seed", "3")  # fmt: skip
+    server.ask(f"/v1/videos/{waits}", method="DELETE")
+    until(lambda: not (jobs / waits).exists())
+
+
+def made_steps(server: Running) -> float:
+    """Steps of all jobs, from /metrics."""
+    text = server.ask("/metrics")[1].decode()
+    found = re.search(r"^tpuport_steps_total (\S+)", text, re.M)
+    assert found is not None
+    return float(found[1])
+
+
+def test_a_full_queue_and_a_preview(server: Running) -> None:
+    first = server.create(prompt="a fox", num_inference_steps=2000)
+    until(lambda: server.job(first)["status"] == "in_progress")
+    others = [server.create(prompt=f"fox {n}") for n in range(3)]
+    assert server.job(others[2])["tpuport"]["position"] == 3
+    code, refused = server.ask("/v1/videos", {"prompt": "one more"})
+    assert (code, "3 jobs wait" in refused["error"]["message"]) == (429, True)
+    for name in others:
+        server.ask(f"/v1/videos/{name}", method="DELETE")
+    preview = until(lambda: server.job(first)["tpuport"]["preview"])
+    assert preview is True
+    shown = server.video(first, "?variant=preview")
+    assert Image.open(io.BytesIO(shown)).format == "PNG"
+    assert server.ask(f"/v1/videos/{first}/content")[0] == 409
+    server.ask(f"/v1/videos/{first}", method="DELETE")
+
+
+def test_a_killed_server_goes_on_to_the_same_bytes(
+    environment: dict[str, str], cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    """Two servers, one after the other: more than 10 s."""
+    flags = ("--weights", folder, *FLAGS, "--folder", "kept", "--checkpoint-every", "1")
+    flags += ("--max-steps", "5000")
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n")
+    given = ("--api-key-file", keys)
+    with running(tmp_path, *flags, *given, environment=environment) as server:
+        server.ready()
+        asked = {"prompt": "a fox", "num_inference_steps": KEPT, "seed": 5}
+        code, job = server.ask("/v1/videos", asked, key="first-key")
+        assert code == 200
+        name, other = job["id"], {"prompt": "a cat"}
+        second = server.ask("/v1/videos", other, key="second-key")[1]["id"]
+        assert server.ask("/v1/videos", key="wrong-key")[0] == 401
+        assert server.ask(f"/v1/videos/{name}", key="second-key")[0] == 404
+        tape = tmp_path / f"kept/jobs/{name}/run-0/video-000/tape.json"
+        at = f"/v1/videos/{name}"
+
+        def some() -> bool:
+            step = server.ask(at, key="first-key")[1]["tpuport"]["step"]
+            return step > 5 and any(tape.parent.parent.rglob("tape.json"))
+
+        until(some)
+        server.kill()
+    with running(tmp_path, *flags, *given, environment=environment) as server:
+        paths = {name: "first-key", second: "second-key"}
+        for one, key in paths.items():
+            path = f"/v1/videos/{one}"
+
+            def ended(path: str = path, key: str = key) -> bool:
+                job = server.ask(path, key=key)[1]
+                assert job["status"] != "failed", job
+                return bool(job["status"] == "completed")
+
+            until(ended)
+        video = server.ask(f"{at}/content", key="first-key")[1]
+        found = re.search(r"going on with the run in .*, after step (\d+)", server.said)
+        assert found is not None, server.said
+        assert 0 < int(found[1]) < KEPT
+        began = time.monotonic()
+        assert server.end() == 128 + 15
+        assert time.monotonic() - began < 60
+    wanted = alone(cli, folder, "fox.mp4", "--prompt", "a fox", "--seed", "5",
+                   "--steps", str(KEPT))  # fmt: skip
+    assert video == wanted
+
+
+def test_a_fuzzer_finds_no_fault(server: Running) -> None:
+    """Ten thousand requests by hand: ``python -m tests.measure.serve``."""
+    codes = fuzz(server.port, 300, seed=1, at_once=100)
+    assert codes["400"] > 100
+    assert not {code for code in codes if code.startswith("5")}, codes
+    assert "Traceback" not in server.said
+    assert "error:" not in server.said
+    assert server.ask("/health") == (200, {"status": "ok"})
