@@ -1,4 +1,4 @@
-"""The Dockerfile and the Kubernetes example, as far as a machine without either goes."""
+"""The Dockerfile and the Kubernetes example, without a builder and a cluster."""
 
 from __future__ import annotations
 
