@@ -76,7 +76,7 @@ function howFar(job) {
   if (job.status === "failed") return job.error?.message || "Failed";
   if (job.status === "completed") return about.total_seconds === null ? "Made" : `Made in ${seconds(about.total_seconds)}`;
   const steps = about.stage === "denoise" && about.steps ? `Step ${about.step} of ${about.steps}` : about.stage || "Starting";
-  return about.seconds_left === null ? steps : `${steps}, ${seconds(about.seconds_left)} left`;
+  return about.seconds_left >= 0.5 ? `${steps}, ${seconds(about.seconds_left)} left` : steps;
 }
 
 function settingsOf(job) {
