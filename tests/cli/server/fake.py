@@ -151,7 +151,8 @@ class Fake:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    """One request a connection, so that none outlives the socket."""
+
     server_of: Fake
 
     def log_message(self, *args: Any) -> None:

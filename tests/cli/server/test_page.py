@@ -155,7 +155,7 @@ def picture(page: Page, name: str, scheme: str) -> None:
 def test_a_prompt_becomes_a_video_that_plays(
     page: Page, served: Served, tmp_path: Path
 ) -> None:
-    job = make(page, PROMPT, 12)
+    job = make(page, PROMPT, 60)
     preview = job.get_by_role("img", name=re.compile("Preview at step"))
     seen = set()
     while len(seen) < 2:
