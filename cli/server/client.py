@@ -95,7 +95,7 @@ class Server:
         """
 
         def once() -> None:
-            asked = {"variant": variant, "index": index}
+            asked: dict[str, str | int] = {"variant": variant, "index": index}
             path = f"videos/{name}/content"
             try:
                 with (
