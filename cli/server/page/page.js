@@ -30,7 +30,7 @@ async function asked(path, options = {}) {
   try {
     return await fetch(path, { signal: AbortSignal.timeout(PATIENCE), ...options, headers });
   } catch {
-    throw new Refused(0, { message: "the server does not answer" });
+    return gone();
   }
 }
 
@@ -41,24 +41,27 @@ async function checked(path, options) {
   throw new Refused(answer.status, body?.error);
 }
 
+const gone = () => { throw new Refused(0, { message: "the server does not answer" }); };
+const read = async (path, options) => (await checked(path, options)).json().catch(gone);
+
 const content = async (id, variant, index = 0) => {
   const signal = AbortSignal.timeout(20 * PATIENCE);
   const query = new URLSearchParams({ variant, index });
   const answer = await checked(`v1/videos/${id}/content?${query}`, { signal });
-  return URL.createObjectURL(await answer.blob());
+  return URL.createObjectURL(await answer.blob().catch(gone));
 };
 
 const create = (fields, image) => {
   if (!image) {
     const headers = { "Content-Type": "application/json" };
-    return checked("v1/videos", { method: "POST", headers, body: JSON.stringify(fields) });
+    return read("v1/videos", { method: "POST", headers, body: JSON.stringify(fields) });
   }
   const body = new FormData();
   for (const [name, value] of Object.entries(fields)) {
     body.set(name, typeof value === "string" ? value : JSON.stringify(value));
   }
   body.set("input_reference", image, image.name);
-  return checked("v1/videos", { method: "POST", body });
+  return read("v1/videos", { method: "POST", body });
 };
 
 // ---- words
@@ -129,8 +132,7 @@ function update(shown, job) {
   put(find(".how"), howFar(job));
   put(find(".remove"), open(job) ? "Cancel" : "Delete");
   find("progress").hidden = !open(job);
-  if (job.status === "in_progress") find("progress").value = job.progress;
-  else find("progress").value = 0;
+  find("progress").value = job.status === "in_progress" ? job.progress : 0;
   if (job.status === "queued") find("progress").setAttribute("aria-valuetext", howFar(job));
   else find("progress").removeAttribute("aria-valuetext");
   if (!open(job)) {
@@ -241,7 +243,7 @@ async function make(fields, image) {
   for (const field of at("ask").elements) field.removeAttribute("aria-invalid");
   at("make").disabled = true;
   try {
-    const job = await (await create(fields, image)).json();
+    const job = await create(fields, image);
     if (image) {
       images.set(job.id, image);
       sessionStorage.setItem(IMAGES, JSON.stringify([...withImage(), job.id].slice(-100)));
@@ -257,7 +259,7 @@ async function make(fields, image) {
       field.focus();
     }
   } finally {
-    at("make").disabled = false;
+    at("make").disabled = !at("shape").options.length;
   }
   look();
 }
@@ -296,15 +298,16 @@ function showReady(found) {
   put(at("state"), `${words[found.status] || found.status}${found.error ? `: ${found.error}` : ""}${waits}`);
   at("image-row").hidden = !found.image;
   at("image").required = found.image === "required";
-  if (found.limits) at("steps").max = found.limits.num_inference_steps;
-  if (found.limits?.num_inference_steps === undefined) at("steps").removeAttribute("max");
+  at("steps").max = found.limits.num_inference_steps;
   if (first && found.defaults) {
     at("steps").placeholder = found.defaults.num_inference_steps ?? "";
     at("seed").value = found.defaults.seed ?? 0;
   }
   if (JSON.stringify(found.shapes) === before) return;
-  const chosen = at("shape").value || `${found.defaults?.size}/${found.defaults?.num_frames}`;
   const shapes = (found.shapes || []).filter((shape) => shape.state === "ready");
+  // A server that starts again has the same shapes soon.
+  if (!shapes.length && found.status !== "ready" && at("shape").options.length) return;
+  const chosen = at("shape").value || `${found.defaults?.size}/${found.defaults?.num_frames}`;
   at("shape").replaceChildren(...shapes.map((shape) => new Option(
     `${shape.size.replace("x", " × ")}, ${shape.num_frames} frames, ${seconds(Number(shape.seconds))}`,
     `${shape.size}/${shape.num_frames}`,
@@ -337,7 +340,7 @@ function place(job, next) {
 async function older() {
   const last = at("jobs").lastElementChild;
   try {
-    const list = await (await checked(`v1/videos?limit=30&after=${last.id}`)).json();
+    const list = await read(`v1/videos?limit=30&after=${last.id}`);
     for (const job of list.data) place(job, null);
     at("more").hidden = !list.has_more;
     last.nextElementSibling?.querySelector("button").focus();
@@ -352,7 +355,7 @@ async function followed(list) {
   const others = [...known.values()].filter((shown) => open(shown.job) && !named.has(shown.job.id));
   for (const shown of others) {
     try {
-      update(shown, await (await checked(`v1/videos/${shown.job.id}`)).json());
+      update(shown, await read(`v1/videos/${shown.job.id}`));
     } catch (error) {
       if (error.status !== 404) throw error;
       drop(shown);
@@ -361,8 +364,8 @@ async function followed(list) {
 }
 
 async function once() {
-  showReady(await (await asked("ready")).json().catch(() => { throw new Refused(503); }));
-  const list = await (await checked("v1/videos?limit=30")).json();
+  showReady(await (await asked("ready")).json().catch(gone));
+  const list = await read("v1/videos?limit=30");
   showList(list);
   await followed(list);
   at("empty").hidden = known.size > 0;

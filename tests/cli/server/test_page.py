@@ -28,7 +28,7 @@ PROMPT = "a red star bounces on a white background"
 KEY = "a-key-of-the-test"
 FLAGS = ("--folder", "kept", "--api-key-file", "keys")
 #: So many steps that the page is looked at while they run, and so few that they end.
-MANY, FEW = 150, 4
+MANY, FEW = 200, 4
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="apt-get install chromium")
 
@@ -99,7 +99,9 @@ def make(page: Page, prompt: str, steps: int) -> Locator:
     page.get_by_label("Prompt").fill(prompt)
     page.get_by_label("Steps").fill(str(steps))
     page.get_by_role("button", name="Make the video").click()
-    return of(page, prompt)
+    job = of(page, prompt)
+    job.wait_for()
+    return job
 
 
 def of(page: Page, prompt: str) -> Locator:
@@ -156,15 +158,12 @@ def test_a_prompt_becomes_a_video_that_plays(
     page: Page, served: Served, tmp_path: Path
 ) -> None:
     job = make(page, PROMPT, 60)
-    preview = job.get_by_role("img", name=re.compile("Preview at step"))
-    seen = set()
-    while len(seen) < 2:
-        preview.wait_for()
-        assert preview.evaluate("image => image.decode().then(() => image.width)")
-        if not seen:
-            picture(page, "running", "light")
-        seen.add(preview.get_attribute("src"))
-        page.wait_for_timeout(50)
+    job.get_by_role("img", name=re.compile("Preview at step")).wait_for()
+    preview = job.locator("img.preview")
+    until(lambda: preview.evaluate("image => image.naturalWidth"))
+    picture(page, "running", "light")
+    first = preview.get_attribute("src")
+    until(lambda: preview.get_attribute("src") not in (first, None))
     says(job, "^Made in ")
     video = job.locator("video")
     video.wait_for()
@@ -219,7 +218,7 @@ def test_a_reload_in_mid_job_shows_the_job(page: Page, served: Served) -> None:
 
 
 def test_the_server_is_started_again_under_the_page(page: Page, served: Served) -> None:
-    job = make(page, "a yellow triangle", 40)
+    job = make(page, "a yellow triangle", 100)
     says(job, "^Step [1-9]")
     served.running.kill()
     page.get_by_text("does not answer; trying again in").wait_for()

@@ -1,4 +1,4 @@
-"""The nodes of examples/comfyui, before a whole server of the demo.
+"""``tpuport submit`` and the nodes of examples/comfyui, before a whole server.
 
 The registry has no package of ComfyUI, so its modules are stood in for by what
 docs.comfy.org says of them. Over 10 s: the server imports torch and jax, and compiles.
@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 
 from tests.cli.server.running import Running, running, until
+from tests.cli.tools import Cli
 
 ROOT = Path(__file__).parents[3]
 PACK = ROOT / "examples/comfyui"
@@ -169,6 +170,26 @@ def served(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
 def newest(served: Running) -> Any:
     return served.ask("/v1/videos?limit=1")[1]["data"][0]
+
+
+def test_submit_writes_what_the_server_makes_and_replay_takes_it(
+    cli: Cli, served: Running
+) -> None:
+    asked = ("submit", "--server", served.url, "--prompt", "a red star")
+    own = ("--n", "2", "--seed", "4", "--option", "eta=0.0", "--guidance", "2")
+    cli.good(*asked, *own, "--size", "32x32", "--out", "x.mp4")
+    name = newest(served)["id"]
+    for index in range(2):
+        written = Path(f"x-00{index}.mp4").read_bytes()
+        assert written == served.video(name, f"?index={index}")
+    assert "the same frames" in cli.good("replay", "x-001.mp4").err
+
+
+def test_submit_is_refused_in_the_servers_own_words(cli: Cli, served: Running) -> None:
+    asked = ("submit", "--server", served.url, "--prompt", "a", "--out", "x.mp4")
+    cli.refused("32x32", *asked, "--size", "8x8")
+    cli.refused("num_inference_steps", *asked, "--steps", "100000")
+    assert list(Path().iterdir()) == []
 
 
 def test_text_to_video_shows_progress_and_a_preview(
