@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.cli.tools import call
+from tpuport.cli.batches.ray_replicas import check_slice
 from tpuport.core.mesh.slices import parse_topology
 
 ROOT = Path(__file__).parents[2]
@@ -133,8 +134,9 @@ def test_the_example_asks_for_one_slice_with_all_its_chips() -> None:
     (container,) = pod()["containers"]
     for asked in container["resources"].values():
         assert int(asked["google.com/tpu"]) == y * x
-    # So many chips of this kind are on one host: there is one process.
-    assert parse_topology(f"v6e-{y * x}").hosts == 1
+    topology = parse_topology(f"v6e-{y * x}")
+    assert topology.dims == (y, x)
+    check_slice(topology)  # all chips are on one host
 
 
 def test_the_parts_of_the_example_name_each_other() -> None:
