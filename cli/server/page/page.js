@@ -206,7 +206,7 @@ function forget(image) {
 }
 
 function drop(shown) {
-  const inside = shown.node.contains(document.activeElement);
+  const inside = shown.held || shown.node.contains(document.activeElement);
   watcher.unobserve(shown.node);
   known.delete(shown.job.id);
   images.delete(shown.job.id);
@@ -219,6 +219,7 @@ function drop(shown) {
 async function remove(shown) {
   const { job } = shown;
   if (!open(job) && !confirm(`Delete the video "${short(job.prompt)}" from the server?`)) return;
+  shown.held = shown.node.contains(document.activeElement); // what is disabled loses the focus
   shown.find(".remove").disabled = true;
   try {
     await checked(`v1/videos/${job.id}`, { method: "DELETE" });

@@ -157,7 +157,7 @@ def picture(page: Page, name: str, scheme: str) -> None:
 def test_a_prompt_becomes_a_video_that_plays(
     page: Page, served: Served, tmp_path: Path
 ) -> None:
-    job = make(page, PROMPT, 60)
+    job = make(page, PROMPT, 120)
     job.get_by_role("img", name=re.compile("Preview at step")).wait_for()
     preview = job.locator("img.preview")
     until(lambda: preview.evaluate("image => image.naturalWidth"))
