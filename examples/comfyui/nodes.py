@@ -8,6 +8,7 @@ interrupt.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import time
@@ -70,7 +71,8 @@ class TextToVideo:
                 time.sleep(_POLL)
                 job = server.job(name)
         except comfy.model_management.InterruptProcessingException:
-            server.delete(name)
+            with contextlib.suppress(ServerError):  # it may be away
+                server.delete(name)
             raise
         if job["status"] == "failed":
             raise ServerError((job["error"] or {}).get("message", "the job failed"))
