@@ -22,6 +22,7 @@ from tpuport.cli.commands.plan import plan
 from tpuport.cli.commands.replay import replay
 from tpuport.cli.commands.runs import clean, runs
 from tpuport.cli.commands.serve import serve
+from tpuport.cli.commands.submit import submit
 from tpuport.cli.commands.tune import bench_attention, tune
 from tpuport.cli.shown.errors import as_usage_error, explain
 
@@ -41,6 +42,7 @@ app.command("resume", cls=Command)(resume)
 app.command("replay", cls=Command)(replay)
 app.command("batch", cls=Command)(batch)
 app.command("serve", cls=Command)(serve)
+app.command("submit", cls=Command)(submit)
 runs_app = typer.Typer(cls=Group, invoke_without_command=True)
 runs_app.callback()(runs)
 runs_app.command("clean", cls=Command)(clean)

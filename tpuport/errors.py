@@ -144,3 +144,15 @@ class VideoError(TpuportError):
 
 class ReplayError(TpuportError):
     """A replayed video has other frames than the recorded ones."""
+
+
+class ServerError(TpuportError):
+    """A server of videos cannot be reached, or cannot do what is asked.
+
+    Attributes:
+        away: whether it may be there again soon.
+    """
+
+    def __init__(self, said: str, *, away: bool = False) -> None:
+        super().__init__(said)
+        self.away = away

@@ -65,14 +65,14 @@ class Settings(RunSettings, Asked):
         kinds.text,
         "--out PATH",
         "A .mp4, .webm or .gif file, or a folder/ for PNGs.",
-        commands="GDRS",
+        commands="GDRSJ",
     )
     overwrite: bool = setting(
         kinds.flag,
         "--overwrite",
         "Replace a video; else fox.mp4 becomes fox-2.mp4.",
         default=False,
-        commands="GDRS",
+        commands="GDRSJ",
         panel=FILES,
     )
     run_dir: Path | None = setting(
@@ -155,7 +155,7 @@ class Settings(RunSettings, Asked):
         kinds.any_path,
         "--report FILE",
         "Write the document of --json into this file too.",
-        commands="GENDRPCS",
+        commands="GENDRPCSJ",
         panel=FILES,
     )
     json: bool = setting(

@@ -1,4 +1,4 @@
-"""What ``tpuport serve`` is made of: requests, jobs, processes beside it, and HTTP.
+"""A server: requests, jobs, processes beside it, HTTP; its page and its client.
 
 Not here: how a video is made (runs), nor the flags of the command (commands).
 May import: shown, asked, batches, in a function runs, and the packages below the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,13 @@ _VARIANTS = {
     "spritesheet": ("image/jpeg", SHEET),
     "preview": ("image/png", ""),
     "sidecar": ("application/json", ""),
+}
+#: The page: each file at its name, the first one at /.
+_PAGE = ("index.html", "page.css", "page.js")
+#: A new version is seen at once, and no other site shows the page in its own.
+_OF_PAGE = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "frame-ancestors 'none'",
 }
 
 
@@ -285,6 +293,9 @@ def application(service: Service) -> FastAPI:
 
     _add_looks(app, service)
     _add_videos(app, service)
+    for name in _PAGE:
+        path = "/" if name == _PAGE[0] else f"/{name}"
+        app.add_route(path, functools.partial(_of_page, name), methods=["GET"])
     return app
 
 
@@ -363,6 +374,10 @@ def _add_videos(app: FastAPI, service: Service) -> None:
         if not file.is_file():
             raise Refused(404, f"{job.id} has no {variant} any more")
         return FileResponse(file, media_type=kind, filename=f"{job.id}{file.suffix}")
+
+
+def _of_page(name: str, request: Request) -> Response:
+    return FileResponse(Path(__file__).parent / "page" / name, headers=_OF_PAGE)
 
 
 def _model(service: Service) -> dict[str, Any]:

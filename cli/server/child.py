@@ -164,6 +164,7 @@ def _made(engine: Any, events: _Events, make: Make) -> Ended:
                 given = (request.settings, request.digest, make.preview)
                 reports.append(engine.make(*given))
             (video,) = request.paths
+            assert isinstance(video, Path)
             write_pictures(video)
     except Exception as error:
         if make.job in events.stopped:

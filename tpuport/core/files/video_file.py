@@ -295,10 +295,8 @@ class VideoWriter:
                     path.rename(earlier)
                     self._earlier = earlier
                 made.rename(path)
-            elif replace:
-                os.replace(made, path)
             else:
-                _rename_to_new(made, path)
+                put_file(made, path, replace=replace)
         except BaseException as error:
             self._made = made
             if self._earlier is not None:
@@ -333,8 +331,11 @@ class VideoWriter:
         remove_empty(self._new)
 
 
-def _rename_to_new(made: Path, path: Path) -> None:
-    """Rename a file, but over no other one."""
+def put_file(made: Path, path: Path, *, replace: bool) -> None:
+    """Rename a file that is whole; raises FileExistsError unless it may ``replace``."""
+    if replace:
+        os.replace(made, path)
+        return
     try:
         os.link(made, path)
     except FileExistsError:

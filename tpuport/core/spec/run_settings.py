@@ -56,6 +56,7 @@ COMMANDS = {
     "W": "new-model",
     "Q": "batch",
     "V": "serve",
+    "J": "submit",
 }
 
 #: The panels of a help text, in order; ``None`` has what most runs name.
@@ -186,7 +187,7 @@ class Asked:
         "What to show; may be repeated for several videos.",
         panel=None,
         default=(),
-        commands="GEPC",
+        commands="GEPCJ",
     )
     prompt_file: None = what(
         kinds.path,
@@ -199,7 +200,7 @@ class Asked:
         kinds.text,
         "--negative-prompt",
         "What to steer away from, for all prompts.",
-        commands="GEPC",
+        commands="GEPCJ",
     )
     size: None = what(
         kinds.size,
@@ -207,6 +208,7 @@ class Asked:
         "Pixels, such as 720x480.",
         panel=None,
         becomes=lambda size: {"width": size[0], "height": size[1]},
+        commands="GEPCBJ",
     )
     height: int | None = what(kinds.positive, "--height", "Pixels, in place of --size.")
     width: int | None = what(kinds.positive, "--width", "Pixels, in place of --size.")
@@ -215,20 +217,23 @@ class Asked:
         "--frames --num-frames",
         "Number of frames, such as 4n+1.",
         panel=None,
+        commands="GEPCBJ",
     )
     fps: float | None = what(
-        kinds.number, "--fps", "Frames per second of the written file.", commands="GE"
+        kinds.number, "--fps", "Frames per second of the written file.", commands="GEJ"
     )
     num_inference_steps: int | None = what(
         kinds.positive,
         "--steps --num-inference-steps",
         "Number of denoising steps.",
         panel=None,
+        commands="GEPCBJ",
     )
     guidance_scale: float | None = what(
         kinds.number,
         "--guidance --guidance-scale",
         "Guidance scale; at most 1 turns it off.",
+        commands="GEPCBJ",
     )
     seed: tuple[int, ...] = what(
         kinds.seeds,
@@ -236,9 +241,11 @@ class Asked:
         'Or several, as "1,2,3"; may be repeated. (default: 0)',
         panel=None,
         default=(0,),
-        commands="GE",
+        commands="GEJ",
     )
-    image: str | None = what(kinds.media, "--image FILE", "Start from this image.")
+    image: str | None = what(
+        kinds.media, "--image FILE", "Start from this image.", commands="GEPCBJ"
+    )
     video: str | None = what(
         kinds.media, "--video FILE", "Start from this video, or folder of frames."
     )
@@ -263,6 +270,7 @@ class Asked:
         "--option -o NAME=VALUE",
         "Any other setting; may be repeated.",
         default=dict,
+        commands="GEPCBJ",
     )
 
 
@@ -286,7 +294,7 @@ class RunSettings:
         kinds.text,
         "--model NAME",
         "See `tpuport models`. (default: {DEFAULT_MODEL})",
-        commands="GEPCB",
+        commands="GEPCBJ",
     )
     variant: str | None = setting(
         kinds.text,
@@ -305,7 +313,7 @@ class RunSettings:
         "--lora FILE|ID[:SCALE]",
         "Add a LoRA to the weights; may be repeated.",
         default=(),
-        commands="GENDRSB",
+        commands="GENDRSBJ",
         panel=WHAT,
     )
     mesh: MeshSpec | None = how(

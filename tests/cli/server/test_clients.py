@@ -1,0 +1,266 @@
+"""``tpuport submit`` and the nodes of examples/comfyui, before a whole server.
+
+The registry has no package of ComfyUI, so its modules are stood in for by what
+docs.comfy.org says of them. Over 10 s: the server imports torch and jax, and compiles.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.cli.server.running import Running, running, until
+from tests.cli.tools import Cli
+
+ROOT = Path(__file__).parents[3]
+PACK = ROOT / "examples/comfyui"
+#: The demo, as small as its autoencoder takes.
+SHAPE = ("--size", "32x32", "--frames", "5", "--steps", "2")
+
+
+class InterruptProcessingException(Exception):
+    """ComfyUI's own, which ends a prompt without an error."""
+
+
+@dataclass
+class Comfy:
+    """What ComfyUI is told, and what it tells.
+
+    Attributes:
+        progress: (value, total, preview) of every update of a bar.
+        texts: (text, node) of every line.
+        interrupted: whether Cancel was pressed.
+    """
+
+    progress: list[tuple[int, int, Any]] = field(default_factory=list)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    interrupted: bool = False
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        """The modules that a pack imports."""
+        comfy = self
+
+        class ProgressBar:
+            def __init__(self, total: int, node_id: str | None = None) -> None:
+                self.total = total
+
+            def update_absolute(
+                self, value: int, total: int | None = None, preview: Any = None
+            ) -> None:
+                self.total = total or self.total
+                if preview is not None:
+                    kind, image, most = preview
+                    assert kind in ("JPEG", "PNG")
+                    image.convert("RGB").save(io.BytesIO(), kind)
+                    assert most is None or most > 0
+                comfy.progress.append((min(value, self.total), self.total, preview))
+
+        class PromptServer:
+            @staticmethod
+            def send_progress_text(text: str, node_id: str, sid: Any = None) -> None:
+                comfy.texts.append((text, node_id))
+
+        PromptServer.instance = PromptServer()  # type: ignore[attr-defined]
+
+        class VideoFromFile:
+            def __init__(self, file: str | io.BytesIO) -> None:
+                self.file = file
+
+        def throw_exception_if_processing_interrupted() -> None:
+            if comfy.interrupted:
+                comfy.interrupted = False
+                raise InterruptProcessingException
+
+        found = {
+            "comfy": {},
+            "comfy.utils": {"ProgressBar": ProgressBar},
+            "comfy.model_management": {
+                "InterruptProcessingException": InterruptProcessingException,
+                "throw_exception_if_processing_interrupted": (
+                    throw_exception_if_processing_interrupted
+                ),
+            },
+            "comfy_api": {},
+            "comfy_api.input_impl": {"VideoFromFile": VideoFromFile},
+            "server": {"PromptServer": PromptServer},
+        }
+        made = {name: types.ModuleType(name) for name in found}
+        for name, values in found.items():
+            vars(made[name]).update(values)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(made[parent], child, made[name])
+        return made
+
+
+@pytest.fixture
+def comfy(monkeypatch: pytest.MonkeyPatch) -> Comfy:
+    found = Comfy()
+    for name, module in found.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+@pytest.fixture
+def nodes(comfy: Comfy, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The pack's nodes, loaded by its folder as ComfyUI does."""
+    name = "custom_nodes_tpuport"
+    spec = importlib.util.spec_from_file_location(
+        name, PACK / "__init__.py", submodule_search_locations=[str(PACK)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    for part in ("jobs", "nodes"):
+        monkeypatch.delitem(sys.modules, f"{name}.{part}", raising=False)
+    spec.loader.exec_module(module)
+    assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys()
+    monkeypatch.setattr(sys.modules[f"{name}.nodes"], "_POLL", 0.02)
+    return dict(module.NODE_CLASS_MAPPINGS)
+
+
+#: Python's types of the values of an input.
+KINDS = {"STRING": str, "INT": int, "FLOAT": float, "IMAGE": torch.Tensor}
+
+
+def executed(node: Any, **given: Any) -> tuple[Any, ...]:
+    """Call a node as ComfyUI's executor does: checked inputs, by name."""
+    asked = node.INPUT_TYPES()
+    assert set(asked) <= {"required", "optional", "hidden"}
+    values: dict[str, Any] = {}
+    for group in ("required", "optional"):
+        for name, (kind, *about) in asked.get(group, {}).items():
+            default = about[0].get("default") if about else None
+            value = given.pop(name, default)
+            assert isinstance(value, KINDS[kind]), name
+            if kind in ("INT", "FLOAT"):
+                assert about[0]["min"] <= value <= about[0]["max"]
+            values[name] = value
+    assert given == {}
+    if asked["hidden"]["unique_id"] == "UNIQUE_ID":
+        values["unique_id"] = "7"
+    found = getattr(node(), node.FUNCTION)(**values)
+    assert isinstance(found, tuple)
+    assert len(found) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    environment = {"TPUPORT_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    place = tmp_path_factory.mktemp("served")
+    with running(place, *SHAPE, "--folder", "kept", environment=environment) as found:
+        found.ready()
+        yield found
+
+
+def newest(served: Running) -> Any:
+    return served.ask("/v1/videos?limit=1")[1]["data"][0]
+
+
+def test_submit_writes_what_the_server_makes_and_replay_takes_it(
+    cli: Cli, served: Running
+) -> None:
+    asked = ("submit", "--server", served.url, "--prompt", "a red star")
+    own = ("--n", "2", "--seed", "4", "--option", "eta=0.0", "--guidance", "2")
+    cli.good(*asked, *own, "--size", "32x32", "--out", "x.mp4")
+    name = newest(served)["id"]
+    for index in range(2):
+        written = Path(f"x-00{index}.mp4").read_bytes()
+        assert written == served.video(name, f"?index={index}")
+    assert "the same frames" in cli.good("replay", "x-001.mp4").err
+
+
+def test_submit_is_refused_in_the_servers_own_words(cli: Cli, served: Running) -> None:
+    asked = ("submit", "--server", served.url, "--prompt", "a", "--out", "x.mp4")
+    cli.refused("32x32", *asked, "--size", "8x8")
+    cli.refused("num_inference_steps", *asked, "--steps", "100000")
+    assert list(Path().iterdir()) == []
+
+
+def test_text_to_video_shows_progress_and_a_preview(
+    nodes: dict[str, Any], comfy: Comfy, served: Running
+) -> None:
+    node = nodes["TpuportTextToVideo"]
+    asked = {"server": served.url, "prompt": "a red star", "steps": 40, "seed": 3}
+    video, sidecar = executed(node, **asked, frames=5, extra='{"eta": 0.0}')
+    job = newest(served)
+    assert video.file.getvalue() == served.video(job["id"])
+    assert json.loads(sidecar)["schema"] == "tpuport.sidecar"
+    assert job["tpuport"]["settings"] == {
+        "prompt": "a red star",
+        "seed": 3,
+        "num_inference_steps": 40,
+        "num_frames": 5,
+        "extra": {"eta": 0.0},
+    }
+    values = [value for value, total, _ in comfy.progress if total == 40]
+    assert values == sorted(values)
+    assert len(set(values)) > 1
+    assert any(preview is not None for _, _, preview in comfy.progress)
+    assert comfy.progress[-1][:2] == (1, 1)
+    assert {node for _, node in comfy.texts} == {"7"}
+    assert any(text.startswith("Step ") for text, _ in comfy.texts)
+
+
+def test_image_to_video_uploads_the_first_image(
+    nodes: dict[str, Any], served: Running
+) -> None:
+    node = nodes["TpuportImageToVideo"]
+    image = torch.zeros(2, 32, 32, 3)
+    image[0, ..., 0] = 1.0
+    asked = {"server": served.url, "prompt": "a red star", "image": image, "steps": 2}
+    video, sidecar = executed(node, **asked)
+    assert video.file.getvalue() == served.video(newest(served)["id"])
+    kept = [
+        p for p in served.log.parent.glob("kept/**/*.png") if "preview" not in p.name
+    ]
+    pixels = [
+        np.asarray(Image.open(path).convert("RGB"))[0, 0].tolist() for path in kept
+    ]
+    assert [255, 0, 0] in pixels
+    assert "image" in sidecar
+
+
+def test_an_interrupt_deletes_the_job(
+    nodes: dict[str, Any], comfy: Comfy, served: Running
+) -> None:
+    node = nodes["TpuportTextToVideo"]
+    before = served.ask("/v1/videos")[1]["data"]
+
+    def press() -> None:
+        until(lambda: any(text.startswith("Step ") for text, _ in comfy.texts))
+        comfy.interrupted = True
+
+    threading.Thread(target=press).start()
+    asked = {"server": served.url, "prompt": "long", "steps": 200}
+    with pytest.raises(InterruptProcessingException):
+        executed(node, **asked)
+    assert served.ask("/v1/videos")[1]["data"] == before
+
+
+def test_a_refusal_is_the_servers_own_words(
+    nodes: dict[str, Any], served: Running
+) -> None:
+    node = nodes["TpuportTextToVideo"]
+    asked = {"prompt": "a", "server": served.url}
+    with pytest.raises(RuntimeError, match="size"):
+        executed(node, **asked, size="8x8")
+    with pytest.raises(RuntimeError, match="extra is no JSON"):
+        executed(node, **asked, extra="{")
+    with pytest.raises(RuntimeError, match="cannot be reached"):
+        executed(node, prompt="a", server="http://127.0.0.1:1")

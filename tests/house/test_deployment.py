@@ -1,0 +1,166 @@
+"""The Dockerfile and the Kubernetes example, without a builder and a cluster."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.cli.tools import call
+from tpuport.cli.batches.ray_replicas import check_slice
+from tpuport.core.mesh.slices import parse_topology
+
+ROOT = Path(__file__).parents[2]
+GKE = sorted((ROOT / "examples/gke").glob("*.yaml"))
+#: The releases of Kubernetes that GKE offers, and one to come.
+RELEASES = ("1.31", "1.33", "1.35")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Of the Dockerfile: each word in capitals and what follows."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines()]
+    found = [line.partition(" ") for line in lines if line and line[0] != "#"]
+    return [(word, " ".join(rest.split())) for word, _, rest in found]
+
+
+def documents() -> list[dict[str, Any]]:
+    return [one for file in GKE for one in yaml.safe_load_all(file.read_text())]
+
+
+def one_of(kind: str) -> dict[str, Any]:
+    (found,) = (one for one in documents() if one["kind"] == kind)
+    return found
+
+
+def pod() -> dict[str, Any]:
+    return dict(one_of("Deployment")["spec"]["template"]["spec"])
+
+
+def test_the_dockerfile_copies_all_that_the_package_is_built_from(
+    tmp_path: Path,
+) -> None:
+    """The wheel of what is copied has the files of the wheel of the checkout."""
+    copied, whole = tmp_path / "copied", tmp_path / "whole"
+    for word, rest in instructions():
+        if word == "COPY":
+            *names, target = rest.split()
+            for name in names:
+                source = ROOT / name
+                place = copied / target
+                if source.is_dir():
+                    shutil.copytree(source, place, ignore=_not_cached)
+                else:
+                    place.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(source, place)
+    assert {f"!{one.name}" for one in copied.iterdir()} == {
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    whole.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, whole)
+    for name in ("tpuport", "cli"):
+        shutil.copytree(ROOT / name, whole / name, ignore=_not_cached)
+    assert wheel_of(copied) == wheel_of(whole)
+
+
+def _not_cached(folder: str, names: list[str]) -> set[str]:
+    return {name for name in names if name == "__pycache__"}
+
+
+def wheel_of(source: Path) -> set[str]:
+    build = ("build", "--no-isolation", "--wheel", "-o", source / "dist")
+    done = subprocess.run(
+        [sys.executable, "-m", *build],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = (source / "dist").glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_dockerfile_names_what_there_is() -> None:
+    words = [word for word, _ in instructions()]
+    assert words[0] == "FROM"
+    known = {"FROM", "ENV", "WORKDIR", "COPY", "RUN", "VOLUME", "EXPOSE"}
+    assert set(words) <= known | {"HEALTHCHECK", "ENTRYPOINT", "CMD"}
+    said = dict(instructions())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = [one for one in shlex.split(said["RUN"]) if one.startswith(".[")]
+    assert set(extras[2:-1].split(",")) <= project["optional-dependencies"].keys()
+    minor = said["FROM"].partition(":")[2].removesuffix("-slim")
+    classifiers = project["classifiers"]
+    assert f"Programming Language :: Python :: {minor}" in classifiers
+    assert said["EXPOSE"] in said["HEALTHCHECK"]
+    check_starts(json.loads(said["ENTRYPOINT"])[1:] + json.loads(said["CMD"]))
+
+
+def check_starts(args: list[str]) -> None:
+    """The command line is one that tpuport takes, up to the key file of the pod."""
+    ran = call(*args)
+    assert ran.code == 2
+    assert "/keys/keys" in ran.last
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_example_is_valid_for_kubernetes(release: str) -> None:
+    for one in documents():
+        kubernetes_validate.validate(one, release, strict=True)
+    wrong = one_of("Deployment")
+    wrong["spec"]["template"]["spec"]["container"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, release, strict=True)
+
+
+def test_the_example_asks_for_one_slice_with_all_its_chips() -> None:
+    selector = pod()["nodeSelector"]
+    assert selector["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"
+    y, x = map(int, selector["cloud.google.com/gke-tpu-topology"].split("x"))
+    (container,) = pod()["containers"]
+    for asked in container["resources"].values():
+        assert int(asked["google.com/tpu"]) == y * x
+    topology = parse_topology(f"v6e-{y * x}")
+    assert topology.dims == (y, x)
+    check_slice(topology)  # all chips are on one host
+
+
+def test_the_parts_of_the_example_name_each_other() -> None:
+    (container,) = pod()["containers"]
+    check_starts(container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert f"--port={ports['http']}" in container["args"]
+    probes = {
+        name: container[f"{name}Probe"]["httpGet"]
+        for name in ("startup", "liveness", "readiness")
+    }
+    assert {probe["port"] for probe in probes.values()} == {"http"}
+    paths = {name: probe["path"] for name, probe in probes.items()}
+    assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+    volumes = {one["name"]: one for one in pod()["volumes"]}
+    mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    assert volumes.keys() == mounts.keys()
+    env = dict(instructions())["ENV"]
+    assert f"TPUPORT_CACHE_DIR={mounts['cache']}" in env
+    claim = volumes["cache"]["persistentVolumeClaim"]["claimName"]
+    assert claim == one_of("PersistentVolumeClaim")["metadata"]["name"]
+    labels = one_of("Deployment")["spec"]["template"]["metadata"]["labels"]
+    service = one_of("Service")["spec"]
+    assert service["selector"].items() <= labels.items()
+    assert service["ports"][0]["targetPort"] == "http"
+    said = (ROOT / "docs/serve.md").read_text()
+    assert f"create secret generic {volumes['keys']['secret']['secretName']}" in said
