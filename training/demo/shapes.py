@@ -102,6 +102,10 @@ class Scene:
     background: str
     seed: int
 
+    def moves_as(self, motions: Iterable[str]) -> bool:
+        """Whether a shape has one of these motions."""
+        return any(one.motion in motions for one in self.shapes)
+
     def caption(self, random: random.Random) -> str:
         """A sentence about the scene, its words chosen at random."""
         parts = []
