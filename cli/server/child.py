@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.environment import import_libraries, prepare
