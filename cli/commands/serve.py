@@ -103,8 +103,8 @@ class _Asked:
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
-        import multipart  # noqa: F401
         import prometheus_client  # noqa: F401
+        import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(
@@ -169,7 +169,7 @@ def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> 
 
     from tpuport.cli.server.api import Service, application
     from tpuport.cli.server.dispatcher import Dispatcher
-    from tpuport.cli.server.guard import Guard, is_loopback
+    from tpuport.cli.server.guard import Guard, PatientProtocol, is_loopback
     from tpuport.cli.server.jobs import Jobs
     from tpuport.cli.server.metrics import Metrics
     from tpuport.cli.server.worker import Checks
@@ -204,18 +204,20 @@ def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> 
         log_level="critical",
         access_log=False,
         server_header=False,
+        http=PatientProtocol,
+        ws="none",
         limit_concurrency=1000,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=5,
     )
     name, port = listening.getsockname()[:2]
-    made.start()
     url = f"http://{f'[{name}]' if ':' in name else name}:{port}"
     document = {"command": "serve", "url": url, "folder": str(folder)}
-    give_out(document, as_json=below.json)
-    sys.stdout.flush()
-    say(f"serving on {url}")
     try:
+        made.start()
+        give_out(document, as_json=below.json)
+        sys.stdout.flush()
+        say(f"serving on {url}")
         uvicorn.Server(config).run(sockets=[listening])
     finally:
         made.close()

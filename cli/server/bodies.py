@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from tpuport.cli.batches.requests import object_of
@@ -13,6 +15,10 @@ from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import IMAGE, IMAGE_URL, of_text
 from tpuport.cli.server.guard import MOST_BODY
 from tpuport.errors import TpuportError, in_one_line, quoted
+
+#: Bytes of JSON beside an image: to read more takes seconds.
+_MOST_JSON = 1 << 20
+_IMAGE = re.compile(rb'"data:image/[^"]*"')
 
 
 async def asked_of(request: Request) -> tuple[dict[str, Any], Any]:
@@ -23,12 +29,19 @@ async def asked_of(request: Request) -> tuple[dict[str, Any], Any]:
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0]
     if kind.strip().lower() == "multipart/form-data":
-        return await _of_form(request)
+        try:
+            return await _of_form(request)
+        except (UnicodeError, LookupError):
+            raise Refused(400, "the form has no charset that is known") from None
     if kind.strip().lower() != "application/json":
         message = f"the content type {quoted(kind)} is neither application/json nor "
         raise Refused(400, message + "multipart/form-data")
+    body = await request.body()
+    if len(_IMAGE.sub(b"", body)) > _MOST_JSON:
+        message = f"the body has more than {_MOST_JSON} bytes beside the image"
+        raise Refused(413, message)
     try:
-        given = object_of((await request.body()).decode(), "the body")
+        given = await run_in_threadpool(object_of, body.decode(), "the body")
     except UnicodeDecodeError:
         raise Refused(400, "the body is not UTF-8") from None
     except TpuportError as error:
@@ -76,8 +89,18 @@ def _put(given: dict[str, Any], name: str, value: str) -> None:
         return
     key = name.removesuffix("[]")
     if key == "lora":
-        given.setdefault("lora", []).append(value)
+        given.setdefault("lora", []).extend(_listed(value))
     elif key in given:
         raise Refused(400, f"{quoted(key)}: is given twice; keep one", key[:100])
     else:
         given[key] = value
+
+
+def _listed(value: str) -> list[Any]:
+    """The LoRAs of a field: a name, or a list in JSON."""
+    if value.startswith("["):
+        try:
+            return list(json.loads(value))
+        except (ValueError, RecursionError):
+            raise Refused(400, f"lora: {quoted(value)} is no list", "lora") from None
+    return [value]

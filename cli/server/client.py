@@ -18,8 +18,9 @@ T = TypeVar("T")
 PATIENCE = 600.0
 #: Seconds between two tries, at first and at most.
 _FIRST, _LONGEST = 0.5, 15.0
-#: Seconds for a connection, and for an answer: an upload is checked before the queue.
-_TIMEOUTS = httpx.Timeout(60.0, connect=10.0)
+#: Seconds for a connection, and for an answer: a request is checked before the queue,
+#: and the first check waits for imports.
+_TIMEOUTS = httpx.Timeout(330.0, connect=10.0)
 #: Answers of a server, or of what stands before one, that is not up.
 _AWAY = (502, 503, 504)
 

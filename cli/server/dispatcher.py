@@ -409,7 +409,9 @@ class Dispatcher:
         while self._busy and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 message = self._inbox.get(timeout=0.1)
-                if isinstance(message, Ended | Gone):
+                if isinstance(message, Ended) and not message.stopped:
+                    self._ended(message)  # the last step was the last of the job
+                elif isinstance(message, Ended | Gone):
                     self._busy = ""
 
     # --- files

@@ -48,6 +48,8 @@ _OF_THE_SERVER = (
     *("max_sequence_length", "height", "width", "num_frames", "num_videos_per_prompt"),
     *("output_type", "latents", "generator", "return_dict"),
 )
+#: Options with a number for each step.
+_LISTS = ("timesteps", "sigmas")
 _OPTION = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 #: Seconds that a clip may differ from what was asked for.
 _NEAR = 0.5
@@ -246,6 +248,9 @@ def _check_limits(typed: Mapping[str, Any], limits: Limits) -> None:
         raise Refused(400, f"lora: more than {MOST_VIDEOS}", "lora")
     for name, value in typed.get("extra", {}).items():
         _check_option(name, value)
+        if name in _LISTS and isinstance(value, Sequence) and len(value) > limits.steps:
+            message = f"extra: {name} has more than {limits.steps}, the most steps here"
+            raise Refused(400, message, "extra")
 
 
 def _check_option(name: str, value: Any) -> None:

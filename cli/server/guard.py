@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.shown.output import say
@@ -138,7 +140,9 @@ class Guard:
             raise Refused(403, f"this server has no name {host[:100]!r}")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in ("GET", "HEAD"):
-            place = urllib.parse.urlsplit(origin).netloc if origin != "null" else ""
+            place = ""
+            with contextlib.suppress(ValueError):
+                place = urllib.parse.urlsplit(origin).netloc
             if place.lower() != headers.get("host", "").lower():
                 raise Refused(403, "the request comes from a page of another site")
         if not self._keys:
@@ -156,6 +160,22 @@ class Guard:
 
 #: Of every answer: pages show nothing of it as something else.
 _HEADERS = [(b"x-content-type-options", b"nosniff")]
+
+
+class PatientProtocol(H11Protocol):
+    """A connection that ends where no request comes.
+
+    Uvicorn waits for a first head without end, and counts the connection.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
+        super().connection_made(transport)
+        self.loop.call_later(_PART, self._silent)
+
+    def _silent(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
 
 class _Body:

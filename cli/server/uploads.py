@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import io
 import ipaddress
 import re
 import socket
 import ssl
+import threading
 import time
 import urllib.parse
-import warnings
 from pathlib import Path
 
 from tpuport.cli.server.errors import Refused
@@ -21,8 +22,10 @@ from tpuport.core.files.sources import SMALLEST_SIDE
 
 #: Pixels of an image, and its bytes.
 MOST_PIXELS, MOST_BYTES = 1 << 24, 16 << 20
-#: What is read, and the endings of the files.
-_ENDINGS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
+#: What is read.
+_FORMATS = ("PNG", "JPEG", "WEBP")
+#: The endings of the files. A phone's JPEG may hold several pictures: MPO.
+_ENDINGS = {"PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp"}
 #: Stands for addresses of IPv4, public or not.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 #: Seconds for an address, all in all.
@@ -68,20 +71,18 @@ def kept_image(data: bytes, folder: Path) -> Path:
     if len(data) > MOST_BYTES:
         raise Refused(413, f"{IMAGE}: has more than {MOST_BYTES} bytes", IMAGE)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of images that are too large
-            image = Image.open(io.BytesIO(data), formats=[*_ENDINGS])
-            if image.width * image.height > MOST_PIXELS:
-                size = f"{image.width}x{image.height}"
-                raise _refused(f"{size} has more than {MOST_PIXELS} pixels")
-            if min(image.size) < SMALLEST_SIDE:
-                raise _refused(f"a side has fewer than {SMALLEST_SIDE} pixels")
-            ending = _ENDINGS[str(image.format)]
-            image.load()
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if image.width * image.height > MOST_PIXELS:
+            size = f"{image.width}x{image.height}"
+            raise _refused(f"{size} has more than {MOST_PIXELS} pixels")
+        if min(image.size) < SMALLEST_SIDE:
+            raise _refused(f"a side has fewer than {SMALLEST_SIDE} pixels")
+        ending = _ENDINGS[str(image.format)]
+        image.load()
     except Refused:
         raise
     except Exception as error:  # of many kinds, by what is damaged
-        kinds = ", ".join(_ENDINGS)
+        kinds = ", ".join(_FORMATS)
         raise _refused(f"is no {kinds} that can be read") from error
     file = folder / f"image{ending}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,10 +96,18 @@ class _Pinned(http.client.HTTPSConnection):
     def __init__(self, host: str, port: int, address: str, context: ssl.SSLContext):
         super().__init__(host, port, timeout=_SECONDS, context=context)
         self._address, self._own = address, context
+        self._all: socket.socket | None = None
 
     def connect(self) -> None:
         plain = socket.create_connection((self._address, self.port), self.timeout)
-        self.sock = self._own.wrap_socket(plain, server_hostname=self.host)
+        self._all = plain
+        self.sock = self._all = self._own.wrap_socket(plain, server_hostname=self.host)
+
+    def end(self) -> None:
+        """End the connection under whoever reads from it, in another thread."""
+        if self._all is not None:
+            with contextlib.suppress(OSError):
+                self._all.shutdown(socket.SHUT_RDWR)
 
 
 def fetched(address: str, context: ssl.SSLContext | None = None) -> bytes:
@@ -125,6 +134,9 @@ def fetched(address: str, context: ssl.SSLContext | None = None) -> bytes:
             public_address(host, port),
             context or ssl.create_default_context(),
         )
+        # A timeout of a socket is for each part; a head may come byte by byte.
+        timer = threading.Timer(_SECONDS, connection.end)
+        timer.start()
         try:
             connection.request("GET", target, headers={"User-Agent": "tpuport"})
             answer = connection.getresponse()
@@ -132,10 +144,13 @@ def fetched(address: str, context: ssl.SSLContext | None = None) -> bytes:
                 raise _refused(f"the address answers {answer.status}")
             return _body(answer, until)
         finally:
+            timer.cancel()
             connection.close()
     except Refused:
         raise
     except (OSError, ValueError, http.client.HTTPException) as error:
+        if time.monotonic() > until:
+            raise _too_slow() from None
         raise _refused(f"image_url cannot be read: {one_line(error)}") from error
 
 
@@ -145,9 +160,13 @@ def _body(answer: http.client.HTTPResponse, until: float) -> bytes:
         found += chunk
         if len(found) > MOST_BYTES:
             raise _refused(f"the address has more than {MOST_BYTES} bytes")
-        if time.monotonic() > until:
-            raise _refused(f"the address takes more than {_SECONDS:.0f} seconds")
+    if time.monotonic() > until:
+        raise _too_slow()
     return bytes(found)
+
+
+def _too_slow() -> Refused:
+    return _refused(f"the address takes more than {_SECONDS:.0f} seconds")
 
 
 def public_address(host: str, port: int) -> str:

@@ -57,6 +57,10 @@ class Worker:
                 self._hear(self._connection.recv())
         self._hear(Gone())
 
+    def kill(self) -> None:
+        """End a process that does not answer; :class:`Gone` follows."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process."""
         self._connection.close()
@@ -117,12 +121,14 @@ class Checks:
                 raise Refused(503, "the server ends")
             if self._gone:
                 self._worker = self._started()
-            number = next(self._numbers)
-            self._worker.send(Check(number, settings))
-            self._changed.wait_for(
+            number, worker = next(self._numbers), self._worker
+            worker.send(Check(number, settings))
+            there = self._changed.wait_for(
                 lambda: number in self._answers or self._gone, timeout=_CHECK
             )
             found = self._answers.pop(number, None)
+        if not there:
+            worker.kill()
         if found is None:
             raise Refused(503, "the request could not be checked; try again")
         return found

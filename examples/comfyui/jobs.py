@@ -15,7 +15,7 @@ from typing import Any
 #: Seconds that a server may be away, as while it is started again.
 PATIENCE = 600.0
 #: Seconds for an answer, and between two tries.
-_TIMEOUT, _FIRST, _LONGEST = 60.0, 0.5, 15.0
+_TIMEOUT, _FIRST, _LONGEST = 330.0, 0.5, 15.0
 #: Answers of a server that is not up.
 _AWAY = (502, 503, 504)
 

@@ -51,17 +51,20 @@ const content = async (id, variant, index = 0) => {
   return URL.createObjectURL(await answer.blob().catch(gone));
 };
 
+// A request is checked before the queue; the first check waits for imports.
+const checking = () => AbortSignal.timeout(11 * PATIENCE);
+
 const create = (fields, image) => {
   if (!image) {
     const headers = { "Content-Type": "application/json" };
-    return read("v1/videos", { method: "POST", headers, body: JSON.stringify(fields) });
+    return read("v1/videos", { method: "POST", signal: checking(), headers, body: JSON.stringify(fields) });
   }
   const body = new FormData();
   for (const [name, value] of Object.entries(fields)) {
     body.set(name, typeof value === "string" ? value : JSON.stringify(value));
   }
   body.set("input_reference", image, image.name);
-  return read("v1/videos", { method: "POST", body });
+  return read("v1/videos", { method: "POST", signal: checking(), body });
 };
 
 // ---- words
@@ -267,7 +270,10 @@ async function make(fields, image) {
 
 function asIs() {
   const [size, frames] = at("shape").value.split("/");
-  const fields = { prompt: at("prompt").value, size, num_frames: Number(frames), seed: Number(at("seed").value || 0) };
+  const fields = { prompt: at("prompt").value, seed: Number(at("seed").value || 0) };
+  // A pipeline may have no sizes, or no frames.
+  if (size !== "null") fields.size = size;
+  if (frames !== "null") fields.num_frames = Number(frames);
   if (at("steps").value) fields.num_inference_steps = Number(at("steps").value);
   return fields;
 }
@@ -310,7 +316,7 @@ function showReady(found) {
   if (!shapes.length && found.status !== "ready" && at("shape").options.length) return;
   const chosen = at("shape").value || `${found.defaults?.size}/${found.defaults?.num_frames}`;
   at("shape").replaceChildren(...shapes.map((shape) => new Option(
-    `${shape.size.replace("x", " × ")}, ${shape.num_frames} frames, ${seconds(Number(shape.seconds))}`,
+    `${(shape.size ?? "its own size").replace("x", " × ")}, ${shape.num_frames} frames, ${seconds(Number(shape.seconds))}`,
     `${shape.size}/${shape.num_frames}`,
   )));
   at("shape").value = chosen;

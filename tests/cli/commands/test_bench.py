@@ -54,14 +54,15 @@ def test_both_backends_are_measured_in_turns(
     assert "per step" in "\n".join(text)
 
 
-def test_a_pipeline_without_a_denoiser_is_measured(cli: Cli, once: Once) -> None:
+def test_the_call_of_an_upsampler_is_measured_as_a_step(cli: Cli, once: Once) -> None:
     folder = example(once, "LTXLatentUpsamplePipeline")
     frames = np.zeros((9, 32, 32, 3), np.uint8)
     video = folder.parent / "video.mp4"
     imageio.mimwrite(video, list(frames), fps=8, macro_block_size=1)
     asked = ("bench", "--weights", folder, "--video", video, "--size", "32x32")
     ran = cli.good(*asked, "--repeat", "1", "--against", "diffusers", "--json")
-    assert ran.json["backends"]["tpuport"]["steady"]["seconds_per_step"] is None
+    steady = ran.json["backends"]["tpuport"]["steady"]
+    assert steady["seconds_per_step"] == steady["stages"]["denoise"]
     text = list(bench._text(ran.json))
     assert text[0].startswith("LTXLatentUpsamplePipeline, 32x32, float32")
 

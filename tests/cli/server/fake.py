@@ -122,7 +122,7 @@ class Fake:
 
     def _engine(self) -> None:
         while not self._ended.wait(self.pace):
-            waits = [j.document for j in self.jobs.values()]
+            waits = [j.document for j in list(self.jobs.values())]
             open_jobs = [d for d in waits if d["status"] in ("queued", "in_progress")]
             for place, document in enumerate(open_jobs):
                 if document["status"] == "queued":

@@ -25,7 +25,7 @@ def until(there: Callable[[], Any], patience: float = PATIENCE) -> Any:
     end = time.monotonic() + patience
     while not (found := there()):
         assert time.monotonic() < end, "nothing came"
-        time.sleep(0.02)
+        time.sleep(0.1)
     return found
 
 
@@ -52,7 +52,11 @@ class Running:
                 stdout=log,
             )
         self._begin = begin
-        said = until(self._address)
+        try:
+            said = until(self._address)
+        except BaseException:
+            self.kill()
+            raise
         self.port = int(said[1])
 
     def _address(self) -> re.Match[str] | None:
@@ -95,12 +99,12 @@ class Running:
             assert document["status"] != "failed", document
             return document if code == 200 else None
 
-        return until(found)
+        return until(found, 3 * PATIENCE)
 
     def create(self, **given: Any) -> str:
         """The id of a new job."""
         code, job = self.ask("/v1/videos", given)
-        assert code == 200, job
+        assert code == 200, job  # 507: the disk has less than 1 GiB
         return str(job["id"])
 
     def job(self, name: str) -> Any:

@@ -196,7 +196,7 @@ def test_text_to_video_shows_progress_and_a_preview(
     nodes: dict[str, Any], comfy: Comfy, served: Running
 ) -> None:
     node = nodes["TpuportTextToVideo"]
-    asked = {"server": served.url, "prompt": "a red star", "steps": 40, "seed": 3}
+    asked = {"server": served.url, "prompt": "a red star", "steps": 400, "seed": 3}
     video, sidecar = executed(node, **asked, frames=5, extra='{"eta": 0.0}')
     job = newest(served)
     assert video.file.getvalue() == served.video(job["id"])
@@ -204,11 +204,11 @@ def test_text_to_video_shows_progress_and_a_preview(
     assert job["tpuport"]["settings"] == {
         "prompt": "a red star",
         "seed": 3,
-        "num_inference_steps": 40,
+        "num_inference_steps": 400,
         "num_frames": 5,
         "extra": {"eta": 0.0},
     }
-    values = [value for value, total, _ in comfy.progress if total == 40]
+    values = [value for value, total, _ in comfy.progress if total == 400]
     assert values == sorted(values)
     assert len(set(values)) > 1
     assert any(preview is not None for _, _, preview in comfy.progress)
@@ -247,7 +247,7 @@ def test_an_interrupt_deletes_the_job(
         comfy.interrupted = True
 
     threading.Thread(target=press).start()
-    asked = {"server": served.url, "prompt": "long", "steps": 200}
+    asked = {"server": served.url, "prompt": "long", "steps": 5000}
     with pytest.raises(InterruptProcessingException):
         executed(node, **asked)
     assert served.ask("/v1/videos")[1]["data"] == before

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from tpuport.cli.runs.many import Stopped
+from tpuport.cli.server.child import _Events
 from tpuport.cli.server.jobs import COMPLETED, QUEUED, RUNNING, Job, Jobs, new_id
 from tpuport.errors import ArtifactError
 
@@ -54,6 +57,27 @@ def test_what_ended_expires_and_a_job_that_is_gone_stays_gone(tmp_path: Path) ->
     assert found is not None
     assert found.result == {"total_seconds": 1}
     assert abs((found.ended or 0) - time.time()) < 60
+
+
+def test_a_job_that_is_stopped_ends_at_its_next_step() -> None:
+    class Line:
+        stopped: ClassVar[set[str]] = set()
+        sent: ClassVar[list[Any]] = []
+
+        def send(self, message: Any) -> None:
+            self.sent.append(message)
+
+    line: Any = Line()
+    events = _Events(line)
+    events.job = "a"
+    events.advanced("denoise", 1, 9)
+    line.stopped.add("b")
+    events.advanced("denoise", 2, 9)
+    assert [told.done for told in line.sent] == [1, 2]
+    line.stopped.add("a")
+    with pytest.raises(Stopped):
+        events.advanced("denoise", 3, 9)
+    assert len(line.sent) == 2
 
 
 def test_ids_are_not_guessed() -> None:
