@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -205,9 +206,19 @@ class _Source(importlib.metadata.Distribution):
                 f"{self.file} names {self.value}, and there is no {self.top} in "
                 f"{self.folder}, nor in its src; correct the name"
             )
-        module = ModuleType(self.top)
-        module.__path__ = [str(self.folder / named[self.top])]
-        sys.modules[self.top] = module
+        place = self.folder / named[self.top]
+        module, code = ModuleType(self.top), place / "__init__.py"
+        module.__path__ = [str(place)]
+        if not code.is_file():
+            sys.modules[self.top] = module
+            return
+        spec = importlib.util.spec_from_file_location(
+            self.top, code, submodule_search_locations=[str(place)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[self.top] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 @contextlib.contextmanager

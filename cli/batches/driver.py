@@ -132,7 +132,9 @@ class Batch:
         if not self.left:
             return
         waiting = [one for queue in self.waiting.values() for one in queue]
-        if count := sum(r.alone and (r.settings.batch_size or 1) > 1 for r in waiting):
+        if count := sum(
+            _has_file(r) and (r.settings.batch_size or 1) > 1 for r in waiting
+        ):
             display.say(
                 f"--batch-size: {plural(count, 'request')} from an image, a video or "
                 "--latents, each made alone"
@@ -271,3 +273,8 @@ class Batch:
             "results": str(self.folder.results),
             "errors": str(self.folder.errors) if self.failed else None,
         }
+
+
+def _has_file(request: Request) -> bool:
+    """Whether a request is made alone because of a file."""
+    return request.alone and bool(request.settings.prompt)

@@ -28,7 +28,7 @@ from tpuport.core.files.folders import check_own_folder
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.stores import AnyPath, StorePath
-from tpuport.errors import ArtifactError, UsageError
+from tpuport.errors import ArtifactError, StoreError, UsageError
 
 #: Seconds between two puts of a file of lines.
 _SECONDS = 5.0
@@ -74,9 +74,13 @@ class BatchFolder:
             try:
                 yield
                 self._sweep()
-            finally:
-                self._put_late()
+            except BaseException:
+                with contextlib.suppress(StoreError):  # the first error is told
+                    self._put_late()
                 remove_empty([self._local / RUNS])
+                raise
+            self._put_late()
+            remove_empty([self._local / RUNS])
 
     def _check_own(self) -> None:
         ours, what = self.results.exists(), "is of no batch"

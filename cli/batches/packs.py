@@ -29,7 +29,7 @@ def packs(requests: Iterable[Request], size: int) -> list[Pack]:
     for one in requests:
         pack = last.get(one.alike, [])
         many = sum(other.count for other in pack) + one.count > size
-        if not pack or one.alone or many:
+        if not pack or pack[0].alone or one.alone or many:
             pack = last[one.alike] = []
             found.append(pack)
         pack.append(one)

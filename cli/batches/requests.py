@@ -146,6 +146,7 @@ def request_of(
     programs["batch_size"] = settings.batch_size
     together = {n: v for n, v in decides.items() if n not in _OWN}
     together |= {n: str(getattr(settings, n)) for n in _OF_A_CALL}
+    together["prompt"] = bool(settings.prompt)
     together["negative_prompt"] = settings.negative_prompt is not None
     return Request(
         line=number,

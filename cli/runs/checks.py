@@ -51,6 +51,7 @@ MIXING = frozenset(
         "HeliosPyramidPipeline",
         "Kandinsky5T2VPipeline",
         "LTXPipeline",
+        "LattePipeline",
     )
 )
 
@@ -261,7 +262,7 @@ class PipelineCall:
     def settle_batch(self, placed: PlacedMesh) -> None:
         """Settle the number of videos of a call.
 
-        Where :func:`wide` is so, each call has as many as are asked for.
+        Where :func:`wide` is so, the rows of a call divide; see :meth:`rows_of`.
         """
         settings, folder = self.settings, self.folder
         count = max(len(settings.prompt), 1) * len(settings.seed)
@@ -271,13 +272,18 @@ class PipelineCall:
         several = takes and not alone and folder.class_name not in MIXING
         whole = wide(placed) and several
         asked = settings.batch_size or (count if whole else 1)
-        together = asked if whole else min(asked, count)
+        together = min(asked, self.rows_of(count, placed) if whole else count)
         if together > 1 and not several:
             raise UsageError(
                 f"--batch-size {asked}: {folder.class_name} makes one video in a call "
                 "here; leave the flag out"
             )
         self.settle(batch_size=together)
+
+    def rows_of(self, count: int, placed: PlacedMesh) -> int:
+        """``count`` videos, and as many more as let rows divide over ``dp``."""
+        parts = placed.mesh.shape["dp"]
+        return -(-count // parts) * parts
 
     def check_host_memory(self) -> None:
         """Refuse videos whose frames exceed the memory of the machine or its container.

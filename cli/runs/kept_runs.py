@@ -81,6 +81,7 @@ class KeptRun:
 
     @property
     def bytes(self) -> int:
+        """Bytes on disk."""
         total = 0
         for path in self.folder.rglob("*"):
             with contextlib.suppress(OSError):  # removed meanwhile

@@ -201,7 +201,7 @@ def _loras(run: VideoRun) -> dict[str, str]:
     """What is fused into the weights, by its number: wherever the files are."""
     return {
         f"lora {number}": f"{lora.sha256}{lora.settings_sha256} scale "
-        f"{lora.choice.scale!r}"
+        f"{lora.choice.scale!r} {lora.choice.component or ''}".rstrip()
         for number, lora in enumerate(run.folder.loras, 1)
     }
 

@@ -176,7 +176,9 @@ def test_a_package_need_not_be_installed(
 ) -> None:
     """And takes the place of an installed one; nothing is left afterwards."""
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
-    (tmp_path / place / "plugin.py").write_text(PLUGIN.format(name="wan"))
+    (tmp_path / place / "__init__.py").write_text("TOLD = True\n")
+    code = "from toy import TOLD\n" + PLUGIN.format(name="wan")
+    (tmp_path / place / "plugin.py").write_text(code)
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "toys"\nversion = "1.5"\n[project.entry-points.tpuport]\n'
         f'wan = "toy.plugin"\n[tool.setuptools]\n{setuptools}\n'

@@ -118,6 +118,7 @@ def test_a_video_of_another_request_is_kept(tmp_path: Path) -> None:
 
 def test_packs_are_of_requests_that_are_alike(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
+        {"seed": 5},
         {"prompt": "a fox"},
         {"prompt": "a cat", "seed": 3},
         {"prompt": "a fox", "steps": 3},
@@ -129,14 +130,13 @@ def test_packs_are_of_requests_that_are_alike(tmp_path: Path) -> None:
         {"prompt": "a hen", "seed": [1, 2, 3, 4, 5]},
         {"prompt": "a bee", "checkpoint_every": 5},
         {},
-        {"seed": 1},
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     requests = list(read_requests(file, tmp_path, Settings()))
     found = packs(cast("list[Request]", requests), 4)
     assert [[request.line for request in pack] for pack in found] == [
-        *([1, 2, 7], [3], [4, 8], [5], [6], [9], [10], [11], [12])
+        *([1], [2, 3, 8], [4], [5, 9], [6], [7], [10], [11], [12])
     ]
 
 

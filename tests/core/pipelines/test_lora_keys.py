@@ -167,6 +167,7 @@ def test_what_peft_saves_is_what_peft_merges(
         r=2,
         lora_alpha=6,
         use_rslora=True,
+        lora_bias=True,
         target_modules=[*ends],
         rank_pattern={ends[0]: 4},
         alpha_pattern={ends[0]: 3, ends[1]: 5},

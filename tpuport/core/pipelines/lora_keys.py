@@ -134,7 +134,13 @@ def scaled(
         )
         rank = len(tensor)
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        found[key] = tensor.float() * scale if scale != 1 else tensor
+        # A second product may have a bias, which the alpha of the first one misses.
+        for name in (
+            key,
+            key.replace(".lora_A.", ".lora_B.")[: -len("weight")] + "bias",
+        ):
+            if name in stored and scale != 1:
+                found[name] = stored[name].float() * scale
     return found
 
 

@@ -62,6 +62,7 @@ class StagePlan:
 
     @property
     def seconds_per_call(self) -> float | None:
+        """The mean over its calls."""
         return None if self.seconds is None else self.seconds / self.calls
 
     @property

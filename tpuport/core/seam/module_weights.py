@@ -107,6 +107,7 @@ class ModuleWeights:
 
     @property
     def bytes_per_device(self) -> int:
+        """Bytes of weights that each device holds."""
         self._port()
         assert self.plan is not None
         return self.plan.bytes_per_device
