@@ -163,7 +163,15 @@ def executed(node: Any, **given: Any) -> tuple[Any, ...]:
 def served(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     environment = {"TPUPORT_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     place = tmp_path_factory.mktemp("served")
-    with running(place, *SHAPE, "--folder", "kept", environment=environment) as found:
+    with running(
+        place,
+        *SHAPE,
+        "--folder",
+        "kept",
+        "--max-steps",
+        "1000",
+        environment=environment,
+    ) as found:
         found.ready()
         yield found
 
@@ -247,7 +255,7 @@ def test_an_interrupt_deletes_the_job(
         comfy.interrupted = True
 
     threading.Thread(target=press).start()
-    asked = {"server": served.url, "prompt": "long", "steps": 5000}
+    asked = {"server": served.url, "prompt": "long", "steps": 1000}
     with pytest.raises(InterruptProcessingException):
         executed(node, **asked)
     assert served.ask("/v1/videos")[1]["data"] == before

@@ -26,9 +26,9 @@ IMAGES = ROOT / "docs/images"
 CHROMIUM = shutil.which("chromium")
 PROMPT = "a red star bounces on a white background"
 KEY = "a-key-of-the-test"
-FLAGS = ("--folder", "kept", "--api-key-file", "keys", "--max-steps", "5000")
-#: So many steps that a job never ends by itself, and so few that one ends soon.
-MANY, FEW = 5000, 4
+FLAGS = ("--folder", "kept", "--api-key-file", "keys", "--max-steps", "1000")
+#: As many steps as the demo has, which hardly end before the test, and few.
+MANY, FEW = 1000, 4
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="apt-get install chromium")
 
