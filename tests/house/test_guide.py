@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,13 @@ def install(source: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(wheel) as files:
         files.extractall(build / "site")
     monkeypatch.syspath_prepend(str(build / "site"))
-    (dist,) = metadata.distributions(path=[str(build / "site")])
-    found = {**plugins.installed_plugins(), **plugins.load_plugins(dist.entry_points)}
-    monkeypatch.setattr(plugins, "installed_plugins", lambda: found)
+    plugins.installed_plugins.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _plugins_are_found_again() -> Iterator[None]:
+    yield
+    plugins.installed_plugins.cache_clear()
 
 
 def test_the_commands_run_in_order(
