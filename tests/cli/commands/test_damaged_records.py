@@ -14,7 +14,7 @@ import pytest
 from tests.cli.tools import Made
 from tests.measure.damage import MISSING, Damage, damaged, damages, reseal, sample
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.replayed import _again, _recorded
+from tpuport.cli.runs.replayed import _recorded, _wanted
 from tpuport.cli.runs.staged import _asked_again
 from tpuport.core.drive.pipeline_run import PipelineRun
 from tpuport.core.pipelines import sidecar
@@ -67,7 +67,7 @@ def read_tape(file: Path) -> None:
 def read_sidecar(file: Path) -> None:
     """All that is read of a sidecar before the work."""
     found = sidecar.read(file)
-    _again(file, found)
+    _wanted(file, found)
     _recorded(file, found, Settings())
 
 
