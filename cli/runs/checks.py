@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import math
@@ -318,6 +319,7 @@ class PipelineCall:
         self._warn_of_long_prompts(pipeline, given)
         if settings.prompt:
             given |= prompts_of(settings, settings.prompt)
+        self._check_steps(pipeline)
         check = getattr(pipeline, "check_inputs", None)
         takes = inspect.signature(check).parameters.values() if check else ()
         if any(p.name not in given and p.default is p.empty for p in takes):
@@ -333,6 +335,28 @@ class PipelineCall:
             ) from error
         except Exception:
             return  # the state of a pipeline under way is looked at, which is not there
+
+    def _check_steps(self, pipeline: Any) -> None:
+        """Let the scheduler refuse a number of steps that it cannot make.
+
+        A scheduler that refuses a single step too wants more than a number, which the
+        pipeline gives.
+        """
+        scheduler: Any = getattr(pipeline, "scheduler", None)
+        steps = self.settings.num_inference_steps
+        if steps is None or not hasattr(scheduler, "set_timesteps"):
+            return
+
+        def told(count: int) -> str:
+            try:
+                copy.deepcopy(scheduler).set_timesteps(count)
+            except Exception as error:
+                return one_line(error)
+            return ""
+
+        if (why := told(steps)) and not told(1):
+            name = type(scheduler).__name__
+            raise UsageError(f"--steps {steps}: {name} refuses this: {why}")
 
     def _warn_of_long_prompts(self, pipeline: Any, given: Mapping[str, Any]) -> None:
         """Say which prompts upstream cuts; a template around one is not counted."""

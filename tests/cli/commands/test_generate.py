@@ -347,6 +347,10 @@ def test_a_video_that_is_refused_gets_no_name(
         (("--out", "fox.gif", "--fps", "0.001"), "and .gif holds 655 s; ask for --fps"),
         (("--image", "a", "--video", "b"), "exclude each other"),
         (
+            ("--steps", "1001", "--option", "scheduler=DDIMScheduler"),
+            "--steps 1001: DDIMScheduler refuses this: `num_inference_steps`: 1001 can",
+        ),
+        (
             ("--mesh", "dp=2,tp=8"),
             "device_count=16 tries it on this machine; tpuport plan --topology v6e-16",
         ),
