@@ -16,7 +16,7 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline
 from torch.nn import functional
 
 from training.demo.loop import Drawn, Recipe, device, train
-from training.demo.model import TOKENS, new_pipeline, tokens
+from training.demo.model import TOKENS, loaded, new_pipeline, tokens
 from training.demo.shapes import SIDE, Scene, scenes
 from training.demo.vae import encoded, fast_convolutions, videos
 
@@ -33,11 +33,22 @@ _SHAPES = 4
 _PRODUCTS = r".*\.(attn1|ff|SelfAttention|DenseReluDense)\..*[^s]\.weight"
 
 
-def train_transformer(out: Path, steps: int) -> None:
-    """Write the whole pipeline to ``out/pipeline``, trained on random scenes."""
+def train_transformer(out: Path, steps: int, begin: Path | None = None) -> None:
+    """Write the whole pipeline to ``out/pipeline``, trained on random scenes.
+
+    Args:
+        out: has the autoencoder in ``vae``, unless ``begin`` is given.
+        steps: all of them, those of a run that is resumed too.
+        begin: a pipeline to train on from, such as the one in the package.
+    """
     torch.manual_seed(0)
-    vae = AutoencoderKLCogVideoX.from_pretrained(out / "vae").to(device())
-    pipe = new_pipeline(vae)
+    if begin is None:
+        vae = AutoencoderKLCogVideoX.from_pretrained(out / "vae")
+        pipe = new_pipeline(vae)
+    else:
+        pipe = loaded(begin)
+        vae = pipe.vae
+    vae.to(device())
     pipe.text_encoder.to(device()).train()
     pipe.transformer.to(device()).train()
     known = list(islice(scenes(seed=3), _SCENES))
@@ -170,12 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--begin", type=Path, help="a pipeline to train on from")
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     if device().type == "cpu":
         fast_convolutions()
     else:
         torch.set_float32_matmul_precision("high")
-    train_transformer(given.out, given.steps)
+    train_transformer(given.out, given.steps, given.begin)
 
 
 if __name__ == "__main__":

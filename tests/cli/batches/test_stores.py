@@ -94,7 +94,7 @@ def test_after_a_kill_the_checkpoint_is_on_this_machine(
     environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 300
-    while not list((cache / "batches").glob("*/runs/long/video-0/steps-*")):
+    while not list((cache / "batches").glob("*/runs/long/video-0/tape.json")):
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -114,7 +114,7 @@ def test_after_a_kill_the_others_end_and_the_run_goes_on_with_one(
         *("--out", "many.mp4"),
     )
     until = time.monotonic() + 600
-    while not list(Path("run").glob("video-0/steps-*")) and time.monotonic() < until:
+    while not list(Path("run").glob("video-0/tape.json")) and time.monotonic() < until:
         assert many.running[0].poll() is None
         time.sleep(0.01)
     many.running[1].send_signal(signal.SIGKILL)
