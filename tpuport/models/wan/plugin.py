@@ -16,7 +16,6 @@ LAYOUT: Layout = {
     r"ffn\.net\.2\.weight": (None, "tp"),
 }
 TRANSFORMER = Module(layout=LAYOUT, native="tpuport.models.wan.native:TRANSFORMER")
-
 CONFIGS = Path(__file__).with_name("configs")
 _720P = {"height": 720, "width": 1280}
 _5B = {"height": 704, "width": 1280, "num_frames": 121}
