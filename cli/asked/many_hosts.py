@@ -130,11 +130,7 @@ def about(settings: Settings) -> dict[str, str]:
 
 
 def _address(settings: Settings) -> Address | None:
-    """Where this process is; ``None`` for a run of one.
-
-    Raises:
-        UsageError: the flags do not say where, and no cluster is found.
-    """
+    """Where this process is; ``None`` for a run of one."""
     flags = {
         "--coordinator": settings.coordinator,
         "--num-processes": settings.num_processes,
