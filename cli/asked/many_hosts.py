@@ -37,9 +37,6 @@ def joined(settings: Settings) -> Iterator[Settings]:
 
     Yields:
         the settings of this process.
-
-    Raises:
-        HostError: another process is lost, never came, or differs.
     """
     at = _address(settings)
     if at is None or at.count == 1:
