@@ -115,11 +115,7 @@ def port(
 
 
 def _fuse(pipeline: Any, choices: Sequence[LoraChoice], reporter: Reporter) -> None:
-    """Add LoRAs to the weights of a pipeline.
-
-    Raises:
-        UsageError: it is ported already.
-    """
+    """Add LoRAs to the weights of a pipeline."""
     from tpuport.core.pipelines.loras import Lora, fuse
     from tpuport.core.seam.ported import is_ported, modules_of
 

@@ -37,9 +37,6 @@ def joined(settings: Settings) -> Iterator[Settings]:
 
     Yields:
         the settings of this process.
-
-    Raises:
-        HostError: another process is lost, never came, or differs.
     """
     at = _address(settings)
     if at is None or at.count == 1:
@@ -130,11 +127,7 @@ def about(settings: Settings) -> dict[str, str]:
 
 
 def _address(settings: Settings) -> Address | None:
-    """Where this process is; ``None`` for a run of one.
-
-    Raises:
-        UsageError: the flags do not say where, and no cluster is found.
-    """
+    """Where this process is; ``None`` for a run of one."""
     flags = {
         "--coordinator": settings.coordinator,
         "--num-processes": settings.num_processes,

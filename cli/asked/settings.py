@@ -296,11 +296,7 @@ def in_server(setting: Setting) -> bool:
 
 
 def of_server(settings: Settings) -> Settings:
-    """The settings of a server, found to say nothing that a request says.
-
-    Raises:
-        UsageError: a file of ``--config`` does.
-    """
+    """The settings of a server, found to say nothing that a request says."""
     defaults = defaults_of(Settings)
     for name in _OF_A_REQUEST:
         if name in defaults and getattr(settings, name) != defaults[name]:

@@ -174,9 +174,6 @@ def check(
 
     Args:
         topology: of the plan; ``None`` for none.
-
-    Raises:
-        TpuportError: there is nothing to run.
     """
     place = Path(name).expanduser()
     plugin = find_plugin(name)

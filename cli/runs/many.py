@@ -64,9 +64,6 @@ class Engine:
                 removed when the videos are there.
             digest: of the request, for the sidecars.
             preview: a file for frames while steps run; ``None`` for none.
-
-        Raises:
-            TpuportError: the request is wrong, or cannot be made.
         """
         assert settings.run_dir is not None
         return self.make_pack([(settings, digest)], settings.run_dir, preview)
@@ -86,9 +83,6 @@ class Engine:
             folder: the run directory, which is removed when all videos are there. The
                 videos of a request appear together, those of the first request first.
             preview: a file for frames while steps run; ``None`` for none.
-
-        Raises:
-            TpuportError: a request is wrong, or the call cannot be made.
         """
         _wait_for(folder)
         try:

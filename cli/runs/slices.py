@@ -24,22 +24,13 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m)")
 
 
 def topologies(text: str, slices: int = 1) -> list[Topology]:
-    """The slices of a list such as ``v5e-8,v6e-8``, each once, and so many of each.
-
-    Raises:
-        UsageError: there is no such slice, or what joins several is not known.
-    """
+    """The slices of a list such as ``v5e-8,v6e-8``, each once, and so many of each."""
     found = [parse_topology(name).times(slices) for name in text.split(",")]
     return list({one.name: one for one in found}.values())
 
 
 def prices(texts: Sequence[str], asked: Sequence[Topology]) -> dict[str, float]:
-    """What one chip costs for an hour, by generation, of texts such as ``v6e=2.70``.
-
-    Raises:
-        UsageError: a text is no price, its chip is on no slice asked for, or the chip
-            of another slice has no price.
-    """
+    """What one chip costs for an hour, by generation, of texts such as ``v6e=2.70``."""
     found: dict[str, float] = {}
     for text in ",".join(texts).split(",") if texts else ():
         name, sign, number = (part.strip() for part in text.partition("="))
@@ -62,11 +53,7 @@ def prices(texts: Sequence[str], asked: Sequence[Topology]) -> dict[str, float]:
 
 
 def deadline_of(text: str | None) -> float:
-    """Seconds of ``60s`` or ``2m``; no limit without a text.
-
-    Raises:
-        UsageError: it is no time.
-    """
+    """Seconds of ``60s`` or ``2m``; no limit without a text."""
     if text is None:
         return math.inf
     found = _TIME.fullmatch(text.strip())

@@ -12,10 +12,11 @@ from typing import Any
 
 import nbformat
 import pytest
+from diffusers import CogVideoXPipeline
 from nbclient import NotebookClient
-from safetensors.torch import save_file
 
 from tests.cli.tools import call
+from tests.core.pipelines.lora_files import lora_for, written
 from tests.processes import needs_libtpu
 from tests.sweeps import sweep
 from tpuport.core.files.fingerprint import version
@@ -72,20 +73,10 @@ def test_the_page_compiles_what_a_notebook_runs(path: Path) -> None:
     assert f"examples/{path.name}" in page
 
 
-def lora_for(demo: Path, file: Path) -> Path:
+def lora_of(demo: Path, file: Path) -> Path:
     """A LoRA for the attention of the demo's transformer."""
-    import torch
-    from diffusers import CogVideoXTransformer3DModel
-
-    transformer = CogVideoXTransformer3DModel.from_pretrained(demo / "transformer")
-    tensors = {}
-    for name, layer in transformer.named_modules():
-        if name.endswith(("to_q", "to_v", "to_out.0")):
-            rows, columns = layer.weight.shape
-            tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(2, columns)
-            tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(rows, 2)
-    save_file(tensors, file)
-    return file
+    pipeline = CogVideoXPipeline.from_pretrained(demo)
+    return written(lora_for(pipeline), file, "transformer.")
 
 
 @needs_libtpu
@@ -115,7 +106,7 @@ def test_a_notebook_runs_from_top_to_bottom(
         "MODEL": model,
         "VIDEO": VIDEO,
         "BUILT": f"--executables {tmp_path}/files/built",
-        "LORA": f"{lora_for(demo_folder, tmp_path / 'lora.safetensors')}:0.5",
+        "LORA": f"{lora_of(demo_folder, tmp_path / 'lora.safetensors')}:0.5",
     }
     book = nbformat.read(path, as_version=4)
     at = [cell["id"] for cell in book.cells].index("settings")

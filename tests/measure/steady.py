@@ -55,58 +55,30 @@ from tpuport.core.seam.program_runs import ProgramRuns
 ROUNDS = 7
 #: Of denoising. With the examples' two, decoding would take most of the time.
 STEPS = 10
-#: By pipeline: what is larger in the transformer's config, and in the call.
-LARGER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "WanPipeline": (
-        {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048},
-        {"height": 64, "width": 64},
-    ),
-    "LTXPipeline": (
-        {
-            "num_attention_heads": 8,
-            "attention_head_dim": 64,
-            "cross_attention_dim": 512,
-        },
-        {"height": 64, "width": 64},
-    ),
-    "CogVideoXPipeline": (
-        {"num_attention_heads": 8, "attention_head_dim": 64},
-        {"height": 64, "width": 64},
-    ),
-    "SanaVideoPipeline": (
-        {
-            "num_attention_heads": 8,
-            "attention_head_dim": 64,
-            "num_cross_attention_heads": 8,
-            "cross_attention_head_dim": 64,
-            "cross_attention_dim": 512,
-        },
-        {"height": 64, "width": 64},
-    ),
-    "MochiPipeline": (
-        {"num_attention_heads": 8, "attention_head_dim": 64},
-        {"height": 64, "width": 64},
-    ),
-    "HunyuanVideoPipeline": (
-        {
-            "num_attention_heads": 8,
-            "attention_head_dim": 64,
-            "rope_axes_dim": (16, 24, 24),
-        },
-        {"height": 64, "width": 64},
-    ),
+#: By pipeline: what is larger in the transformer's config, beside heads and their dim.
+LARGER: dict[str, dict[str, Any]] = {
+    "WanPipeline": {"ffn_dim": 2048},
+    "LTXPipeline": {"cross_attention_dim": 512},
+    "CogVideoXPipeline": {},
+    "SanaVideoPipeline": {
+        "num_cross_attention_heads": 8,
+        "cross_attention_head_dim": 64,
+        "cross_attention_dim": 512,
+    },
+    "MochiPipeline": {},
+    "HunyuanVideoPipeline": {"rope_axes_dim": (16, 24, 24)},
 }
 
 
 def enlarged(one: Example) -> tuple[Any, dict[str, Any]]:
     """The example with a larger transformer, and its call."""
-    config, call = LARGER[one.name]
-    pipeline, usual = made(one)
+    config = {"num_attention_heads": 8, "attention_head_dim": 64, **LARGER[one.name]}
+    pipeline, call = made(one)
     small = pipeline.transformer
     torch.manual_seed(0)
     large = type(small).from_config({**small.config, **config}).eval()
     pipeline.register_modules(transformer=large)
-    return pipeline, usual | call
+    return pipeline, {**call, "height": 64, "width": 64}
 
 
 def seconds(pipeline: Any, call: dict[str, Any]) -> tuple[float, float]:

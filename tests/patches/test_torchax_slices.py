@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.cogvideox.test_components import transformer_inputs
+from tests.models.conftest import make_transformer
 from tests.patches.tools import apply, found_by, model_runtime, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.patches import standard
+from tpuport.models.cogvideox.patches import PATCHES
 from tpuport.patches.constants import CONSTANTS
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.torchax_slices import (
@@ -191,65 +193,22 @@ def test_each_patch_joins_slices_where_torchax_scatters(name: str, assign: Any) 
 # --- the failure it cures
 
 
+@torch.no_grad()
 def rotated_transformer(patches: tuple[Patch, ...]) -> float:
     """How far a tiny CogVideoX transformer under jit is from torch, at batch 1."""
-    from diffusers import CogVideoXTransformer3DModel
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-    from tpuport.models.cogvideox.patches import PATCHES
-
-    torch.manual_seed(0)
-    module = CogVideoXTransformer3DModel(
-        num_attention_heads=4,
-        attention_head_dim=32,
-        num_layers=2,
-        text_embed_dim=96,
-        time_embed_dim=32,
-        sample_width=12,
-        sample_height=8,
-        use_rotary_positional_embeddings=True,
-    ).eval()
-    # Legend: 4 latent frames of 8 x 12, in patches of 2 x 2; 16 channels.
-    cos, sin = get_3d_rotary_pos_embed(
-        embed_dim=32,
-        crops_coords=None,
-        grid_size=(4, 6),
-        temporal_size=4,
-        grid_type="slice",
-        max_size=(8, 8),
-    )
-    inputs = {
-        "hidden_states": torch.randn(1, 4, 16, 8, 12),
-        "encoder_hidden_states": torch.randn(1, 226, 96),
-        "timestep": torch.tensor([500]),
-    }
-    with torch.no_grad():
-        expected = module(**inputs, image_rotary_emb=(cos, sin), return_dict=False)[
-            0
-        ].numpy()
-    models_own = tuple(p for p in PATCHES if p not in standard.PATCHES)
+    module, inputs = make_transformer("5b"), transformer_inputs("5b", 1)
+    expected = module(**inputs).sample
     runtime = model_runtime(
         mesh=None,
         platform="cpu",
-        patches=(*patches, CONSTANTS, *models_own),
+        patches=(*patches, CONSTANTS, *PATCHES[1:]),
         overrides=FLOAT32_NORMS,
     )
     ported = PortedModule(module, runtime)
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    weights = {
-        name: to_numpy(tensors[name])
-        for name in (*ported.names.stored, *ported.names.computed)
-    }
-    arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
-    rotary = (to_numpy(cos), to_numpy(sin))
-
-    @jax.jit
-    def call(weights: Any, arrays: Any, rotary: Any) -> Any:
-        return apply(
-            ported, weights, **arrays, image_rotary_emb=rotary, return_dict=False
-        )[0]
-
-    return float(np.abs(np.asarray(call(weights, arrays, rotary)) - expected).max())
+    weights = {name: to_numpy(t.detach()) for name, t in ported.tensors().items()}
+    given = jax.tree.map(to_numpy, inputs)
+    call = jax.jit(lambda weights, given: apply(ported, weights, **given)["sample"])
+    return float((to_torch(call(weights, given)) - expected).abs().max())
 
 
 def _copy_to_a_view(self: Any, key: Any, value: Any) -> None:

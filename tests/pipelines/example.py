@@ -7,7 +7,6 @@ upstream's pipeline and a ported one see equal numbers.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from diffusers.pipelines import ltx2
 from torch.nn.attention import flex_attention
 
 from tests.pipelines import parts
+from tpuport.core.pipelines.small import without_cleaning
 
 Made = tuple[Any, dict[str, Any]]
 """A pipeline, and the keywords of its call, a generator left out."""
@@ -152,7 +152,7 @@ def made(one: Example) -> Made:
     """The pipeline in float32 and evaluation mode, and the keywords of its call."""
     torch.manual_seed(0)
     pipeline, call = one.make()
-    _leave_prompts()
+    without_cleaning()
     # Torch's compiler takes seconds, and fails once torchax is imported.
     torch.compiler.set_stance("force_eager")
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
@@ -173,17 +173,6 @@ def prepared(module: torch.nn.Module) -> torch.nn.Module:
         if not weight.any():
             torch.nn.init.normal_(weight, std=0.1)
     return module.eval().float()
-
-
-def _leave_prompts() -> None:
-    """Let upstream leave prompts as they are if ``ftfy`` is missing.
-
-    Pipelines clean prompts with that package, which diffusers does not install. The
-    prompts here are clean.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("diffusers.") and hasattr(module, "basic_clean"):
-            vars(module).setdefault("ftfy", SimpleNamespace(fix_text=str))
 
 
 def run(pipeline: Any, call: dict[str, Any]) -> list[np.ndarray]:

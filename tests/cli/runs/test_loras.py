@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.runs.test_video_run import CALL, drawn, pixels, upstreams
 from tests.cli.tools import ASKED, UPSTREAM, Cli, example
+from tests.core.pipelines.lora_files import lora_for, written
 from tests.processes import Once
 from tpuport.core.files.sealed_json import read_sidecar
 
@@ -26,15 +27,8 @@ def lora(cli: Cli, folder: Path) -> Path:
 
 
 def write_lora(folder: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    tensors = {}
-    for path, layer in upstreams(folder).transformer.named_modules():
-        if path.endswith(("to_q", "to_v", "to_out.0")):
-            rows, columns = layer.weight.shape
-            tensors[f"transformer.{path}.lora_A.weight"] = torch.randn(2, columns)
-            tensors[f"transformer.{path}.lora_B.weight"] = torch.randn(rows, 2)
-    save_file(tensors, "fox.safetensors")
-    return Path("fox.safetensors").absolute()
+    tensors = lora_for(upstreams(folder), seed=seed)
+    return written(tensors, Path("fox.safetensors").absolute(), "transformer.")
 
 
 def test_a_lora_makes_upstreams_video_and_no_new_program(

@@ -104,6 +104,8 @@ def test_equals_the_formula_in_float64(name: str, case: Case) -> None:
     assert got.dtype == jnp.float32
     want = numpy_attention(*arrays, **options)
     assert worst(got, want) < TOLERANCES["attention float32"]
+    for item, length in enumerate(case.lengths or ()):
+        assert length or not np.asarray(got)[item].any()  # without keys exactly zero
 
 
 @pytest.mark.parametrize(
@@ -163,16 +165,6 @@ def test_bfloat16_is_rounded_once_at_the_end(name: str) -> None:
     assert float(np.mean(got != best)) < 0.01
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("is_causal", [False, swept(True)])
-def test_without_keys_the_result_is_zero(name: str, is_causal: bool) -> None:
-    case = Case(q_len=129, kv_len=600, lengths=(0, 9), is_causal=is_causal)
-    arrays, options = inputs(case)
-    got = np.asarray(run(name, *arrays, **options))
-    np.testing.assert_array_equal(got[0], 0)
-    assert float(np.abs(got[1]).min(axis=(0, 2)).max()) > 0
-
-
 @pytest.mark.parametrize("name", MASKING)
 def test_a_mask_of_the_lowest_float_spreads_the_weight_evenly(name: str) -> None:
     # How transformers writes masks: not -inf. torch then averages all values.
@@ -227,14 +219,3 @@ def test_a_nan_is_not_hidden(name: str) -> None:
     got = np.asarray(run(name, q, k, v, **options))
     assert np.isnan(got[0, 0, 3]).all()
     assert not np.isnan(got[1]).any()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_equals_torch(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    arrays, options = inputs(Case(q_len=129, kv_len=300, is_causal=True, heads=2))
-    want = torch.nn.functional.scaled_dot_product_attention(
-        *map(torch.from_numpy, arrays), is_causal=True
-    )
-    got = run(name, *arrays, **options)
-    assert worst(got, want) < TOLERANCES["attention float32"]

@@ -24,33 +24,6 @@ from tpuport.kernels.attention.splash import (
     splash_in_parts,
 )
 
-BLOCKS = SplashBlocks(q=128, kv=256, kv_compute=128)
-# Keys that count of each item; the rest are finite in k and zero in v.
-COUNTS = (300, 130)
-KEYS = 512
-
-
-def hidden_case() -> tuple[list[Any], np.ndarray]:
-    """q, k, v [2, 2, 64, L] with keys past the counts hidden, and the result."""
-    (q, k, v), _ = inputs(Case(q_len=129, kv_len=KEYS))
-    want = numpy_attention(q, k, v, kv_lengths=np.asarray(COUNTS))
-    dead = (np.arange(KEYS) >= np.asarray(COUNTS)[:, None])[:, None, :, None]
-    k, v = np.where(dead, np.float32(3), k), np.where(dead, np.float32(0), v)
-    return [x.swapaxes(2, 3) for x in (q, k, v)], want.swapaxes(2, 3)
-
-
-def test_keys_that_the_caller_has_hidden() -> None:
-    arrays, want = hidden_case()
-    got = compiled(
-        splash_feature_major,
-        *arrays,
-        kv_lengths=np.asarray(COUNTS),
-        hidden=True,
-        blocks=BLOCKS,
-        interpret=True,
-    )
-    assert worst(got, want) < TOLERANCES["attention float32"]
-
 
 @pytest.mark.parametrize(
     "implementation",

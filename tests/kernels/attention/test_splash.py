@@ -72,13 +72,15 @@ WINDOWED = [
     Case(q_len=500, kv_len=130, batch=1, heads=2, kv_heads=1),
     Case(q_len=300, kv_len=300, is_causal=True, batch=1, heads=1, kv_heads=1),
 ]
+#: The window ends with whole blocks.
+WHOLE = Case(q_len=768, kv_len=512, batch=1, heads=1, kv_heads=1), (100, 600)
 
 
 @pytest.mark.parametrize(
     ("case", "window"),
     sweep(
-        list(zip(WINDOWED, ((5, 200), (200, 0), (200, 0), (5, 200)), strict=True)),
-        itertools.product(WINDOWED, ((5, 200), (200, 0))),
+        [*zip(WINDOWED, ((5, 200), (200, 0), (200, 0), (5, 200)), strict=True), WHOLE],
+        [*itertools.product(WINDOWED, ((5, 200), (200, 0))), WHOLE],
     ),
     ids=str,
 )
@@ -153,13 +155,6 @@ def test_keys_after_the_last_one_add_nothing_in_a_window(
     mask = (-left <= distance) & (distance <= right)
     got = run_feature_major(q, k, v, kv_len=kv_len, blocks=blocks, **options)
     want = numpy_attention(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask)
-    assert worst(got, want) < TOLERANCES["attention float32"]
-
-
-def test_a_window_that_ends_with_whole_blocks() -> None:
-    case = Case(q_len=768, kv_len=512, batch=1, heads=1, kv_heads=1)
-    arrays, want = windowed(case, 100, 600)
-    got = run(*arrays, window=(100, 600), blocks=TINY)
     assert worst(got, want) < TOLERANCES["attention float32"]
 
 

@@ -244,11 +244,7 @@ def _without_numbers(
 ) -> tuple[Any, bool]:
     """What a block returns, as zeros, and whether it wrote to its arguments.
 
-    What it returns as it was given is the very same tensor.
-
-    Raises:
-        NoSplitError: the block reads numbers.
-    """
+    What it returns as it was given is the very same tensor."""
     leaves: list[Any] = []
     form = take_apart((tuple(args), dict(kwargs)), leaves, [])
     # Whatever watches the tensors of forward has nothing to watch here.

@@ -254,11 +254,7 @@ class _Giving:
 
 
 def _class(where: str) -> Any:
-    """A class of upstream's libraries.
-
-    Raises:
-        ArtifactError: the file names another one, or it is not there.
-    """
+    """A class of upstream's libraries."""
     module, _, path = where.partition(":")
     if module.partition(".")[0] not in _LIBRARIES:
         raise ArtifactError(

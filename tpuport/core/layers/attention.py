@@ -94,12 +94,7 @@ def _match_heads(
 ) -> tuple[
     Float[Array, "b h lq d"], Float[Array, "b hk lk dk"], Float[Array, "b hk lv dv"]
 ]:
-    """q, k and v with as many value heads as key heads, which divide the query's.
-
-    Raises:
-        ValueError: the head counts neither broadcast nor, with ``enable_gqa``, divide
-            those of the query.
-    """
+    """q, k and v with as many value heads as key heads, which divide the query's."""
     heads, key_heads, value_heads = (x.shape[1] for x in (q, k, v))
     found = f"{heads} query heads on {key_heads} key and {value_heads} value heads"
     if enable_gqa:

@@ -198,11 +198,7 @@ def parameters(module: Any) -> tuple[Any, Any]:
 
 
 def _centres(norm: Any) -> bool:
-    """Whether a norm of queries or keys takes the mean off.
-
-    Raises:
-        NotImplementedError: it is neither a layer norm nor an RMS norm.
-    """
+    """Whether a norm of queries or keys takes the mean off."""
     from diffusers.models.normalization import RMSNorm
 
     if isinstance(norm, RMSNorm | torch.nn.RMSNorm):

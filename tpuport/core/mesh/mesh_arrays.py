@@ -16,18 +16,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def to_mesh(array: np.ndarray, place: Any, *, may_alias: bool | None = None) -> Any:
-    """An array of the host on the devices.
-
-    Args:
-        place: a sharding, or jax's Format of one.
-        may_alias: whether the memory of the host may be shared; jax decides without.
-    """
+def to_mesh(array: np.ndarray, place: Any) -> Any:
+    """An array of the host on the devices; ``place`` may be jax's Format."""
     import jax
 
     sharding = getattr(place, "sharding", place)
     if sharding.is_fully_addressable:
-        return jax.device_put(array, place, may_alias=may_alias)
+        return jax.device_put(array, place)
     layout = getattr(place, "layout", None)
     parts = []
     for device, index in sharding.addressable_devices_indices_map(array.shape).items():
@@ -36,7 +31,7 @@ def to_mesh(array: np.ndarray, place: Any, *, may_alias: bool | None = None) -> 
         )
         if layout is not None:
             own = type(place)(layout, own)
-        parts.append(jax.device_put(array[index], own, may_alias=may_alias))
+        parts.append(jax.device_put(array[index], own))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import jax
 
 
-VIDEOS, ROWS, COLUMNS = AXES = ("videos", "rows", "columns")
+VIDEOS, ROWS, COLUMNS = ("videos", "rows", "columns")
 """The mesh axes of a program split in space."""
 
 

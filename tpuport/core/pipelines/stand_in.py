@@ -87,13 +87,12 @@ def write_configs(folder: Path, configs: Mapping[str, Any]) -> None:
             raise PluginError(f"there is no config of {name}, a {class_name}")
 
 
-def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> None:
+def write_random(folder: Path, configs: Mapping[str, Any]) -> None:
     """Write a folder with random weights, which only small configs are for.
 
     Args:
         folder: empty.
         configs: as of :func:`write_configs`.
-        seed: of the weights.
 
     Raises:
         PluginError: as of :func:`write_configs`.
@@ -101,7 +100,7 @@ def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> Non
     """
     write_configs(folder, configs)
     with torch.random.fork_rng(devices=[]), without_bars():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         for name, entry in configs["model_index"].items():
             if name not in configs or not isinstance(entry, list):
                 continue

@@ -221,11 +221,7 @@ class BuiltFolder:
 
 
 def _manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
-
-    Raises:
-        ArtifactError: it is missing or not usable.
-    """
+    """The manifest of a folder."""
     file = folder / MANIFEST
     found = read_document(file, MANIFEST_SCHEMA, _REMEDY)
     return checked(Manifest, found, file, _REMEDY, extra="allow")

@@ -189,11 +189,7 @@ class ModuleWeights:
         self._ported = ported
 
     def _streams(self) -> bool:
-        """Whether the weights of stacked blocks wait on the host.
-
-        Raises:
-            UsageError: they are to wait there, and no block runs under a scan.
-        """
+        """Whether the weights of stacked blocks wait on the host."""
         asked, plan = self.target.weights_on, self.plan
         assert plan is not None
         if asked == WeightsOn.HOST:

@@ -385,11 +385,7 @@ class ModelPlugin:
             )
 
     def _components(self) -> dict[str, tuple[type, ...]]:
-        """The classes of each component of the claimed pipelines.
-
-        Raises:
-            PluginError: a claimed class is no pipeline.
-        """
+        """The classes of each component of the claimed pipelines."""
         found: dict[str, tuple[type, ...]] = {}
         for claim in self._claims:
             pipeline = import_named(claim)

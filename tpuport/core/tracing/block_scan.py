@@ -399,11 +399,7 @@ class _Chain:
     def _check(
         self, index: int, call: BlockCall, state: dict[int, int], known: TracedBlock
     ) -> dict[int, jax.Array]:
-        """By slot, the arrays that the first block of this turn got others of.
-
-        Raises:
-            StackError: the call is not like the first one of this turn.
-        """
+        """By slot, the arrays that the first block of this turn got others of."""
         own: dict[int, jax.Array] = {}
         if call.tree != known.call.tree or len(call.leaves) != len(known.call.leaves):
             raise self.runner.error(index, "is called with other arguments")

@@ -237,12 +237,7 @@ def _files_read(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> name of its file.
-
-    Raises:
-        WeightsError: there is no such map, or a name that is no file of the index's own
-            folder.
-    """
+    """Tensor name -> name of its file."""
     mapping = _read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise damaged(f"{index} has no map")

@@ -73,11 +73,7 @@ def _unfit(cls: Any, file: str, name: str, value: Any, problem: str) -> WeightsE
 
 
 def _check_computed(cls: Any, owner: Any, config: Mapping[str, Any], file: str) -> None:
-    """Refuse what a config of transformers takes in place of what it computes itself.
-
-    Raises:
-        WeightsError: a computed value of another type, or a model that there is not.
-    """
+    """Refuse what a config of transformers takes in place of what it computes."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     kind = config.get("model_type", owner.model_type)

@@ -179,15 +179,9 @@ TRANSFORMER = NativeForm(
     ),
     transforms=(
         WeightTransform(
-            pattern=r"transformer_blocks\.\d+\.attn1\.to_[qk]\.(weight|bias)",
+            pattern=r"transformer_blocks\.\d+\.attn1\.(to|norm)_[qk]\.(weight|bias)",
             apply=_halves,
             reason="rotary pairs as halves of the head dim",
-            rows="attention_head_dim",
-        ),
-        WeightTransform(
-            pattern=r"transformer_blocks\.\d+\.attn1\.norm_[qk]\.(weight|bias)",
-            apply=_halves,
-            reason="the norms of the same elements",
             rows="attention_head_dim",
         ),
     ),

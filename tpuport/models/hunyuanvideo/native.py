@@ -201,20 +201,12 @@ def halves(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
 
 
 #: Text keys meet video queries, so theirs are in the same order.
-HALVES = (
-    WeightTransform(
-        pattern=r"transformer_blocks\.\d+\.attn\.(to_[qk]|add_[qk]_proj)"
-        r"\.(weight|bias)",
-        apply=halves,
-        reason="rotary pairs as halves of the head dim",
-        rows="attention_head_dim",
-    ),
-    WeightTransform(
-        pattern=r"transformer_blocks\.\d+\.attn\.norm_(added_)?[qk]\.(weight|bias)",
-        apply=halves,
-        reason="the norms of the same elements",
-        rows="attention_head_dim",
-    ),
+HALVES = WeightTransform(
+    pattern=r"transformer_blocks\.\d+\.attn"
+    r"\.(to_[qk]|add_[qk]_proj|norm_(added_)?[qk])\.(weight|bias)",
+    apply=halves,
+    reason="rotary pairs as halves of the head dim",
+    rows="attention_head_dim",
 )
 
 
@@ -237,6 +229,6 @@ TRANSFORMER_15 = NativeForm(
             wraps=True,
         ),
     ),
-    transforms=HALVES,
+    transforms=(HALVES,),
     split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
 )

@@ -9,7 +9,7 @@ Letters: B batch, L tokens of the joint sequence, N video tokens, E width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,10 +121,6 @@ _REASON = (
 )
 
 
-def _has_single_blocks(config: Mapping[str, Any]) -> bool:
-    return int(config["num_single_layers"]) > 0
-
-
 def _block(name: str, class_name: str, replacement: Callable[..., Any]) -> Patch:
     return diffusers_patch(
         f"hunyuanvideo-native-{name}",
@@ -159,20 +155,14 @@ TRANSFORMER_13B = NativeForm(
         ),
     ),
     transforms=(
-        *HALVES,
+        HALVES,
         WeightTransform(
-            pattern=r"single_transformer_blocks\.\d+\.attn\.to_[qk]\.(weight|bias)",
+            pattern=r"single_transformer_blocks\.\d+\.attn\.(to|norm)_[qk]"
+            r"\.(weight|bias)",
             apply=halves,
-            reason="rotary pairs as halves of the head dim",
+            reason=HALVES.reason,
             rows="attention_head_dim",
-            needed=_has_single_blocks,
-        ),
-        WeightTransform(
-            pattern=r"single_transformer_blocks\.\d+\.attn\.norm_[qk]\.(weight|bias)",
-            apply=halves,
-            reason="the norms of the same elements",
-            rows="attention_head_dim",
-            needed=_has_single_blocks,
+            needed=lambda config: config["num_single_layers"] > 0,
         ),
     ),
     split=ForwardSplit(
