@@ -312,7 +312,7 @@ def test_jobs_of_one_key_are_made_in_one_call(
             sidecar = one.content(name, "?variant=sidecar")
             assert sidecar["request"]["prompts"] == [*names]
             check_alone(cli, folder, prompt, one.content(name))
-        assert other.content(cat, "?variant=sidecar")["request"]["prompts"] == "a cat"
+        assert other.content(cat, "?variant=sidecar")["request"]["prompts"] == ["a cat"]
         # One of two is deleted: the other one is made anew, alone.
         before = one.create("before", MANY)
         fox, hen = one.create("a fox"), one.create("a hen")
