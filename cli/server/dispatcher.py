@@ -263,15 +263,15 @@ class Dispatcher:
         except TpuportError as error:
             self._end(job.id, error=one_line(error))
             return
-        names, packs = (job.id,), tuple((one,) for one in own)
         if own[0].alone or self._is_alone(job):
             self.files.remove_calls(job.id)
+            names, packs = [job.id], in_calls(own)
         else:
             names, packs = self._together(job, own)
         for name in names:
             self.files.place(name).mkdir(parents=True, exist_ok=True)
         self.jobs.begin(names)
-        slot.give(Work(job.id, packs, names, steps=job.asked["steps"]))
+        slot.give(Work(job.id, packs, tuple(names), steps=job.asked["steps"]))
 
     def _requests_of(self, job: Job) -> list[Request]:
         """The videos of a job.
@@ -303,11 +303,11 @@ class Dispatcher:
 
     def _together(
         self, job: Job, own: list[Request]
-    ) -> tuple[tuple[str, ...], tuple[Pack, ...]]:
+    ) -> tuple[list[str], tuple[Pack, ...]]:
         """A job and those of its owner that one call makes with it; and the calls."""
         most, sizes = self.below.batch_size or 1, self._sizes(job)
         names, videos = [job.id], [*own]
-        chosen = (job.id,), in_calls(own, sizes)
+        chosen = [job.id], in_calls(own, sizes)
         for other in self.jobs.queued(job.owner):
             if other.number <= job.number or self._is_alone(other):
                 continue
@@ -320,7 +320,7 @@ class Dispatcher:
                 videos += more
                 begun = is_begun(tuple(videos))
                 if begun or len(videos) in sizes:
-                    chosen = (*names,), (tuple(videos),)
+                    chosen = [*names], (tuple(videos),)
                 if begun:
                     break
         return chosen
