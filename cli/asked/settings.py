@@ -193,6 +193,7 @@ class Settings(RunSettings, Asked):
 TABLE = settings_of(Settings)
 #: Spelling in YAML -> the key.
 _SPELLINGS = {name: s.key for s in TABLE.values() for name in s.keys}
+_KEYS = frozenset(_SPELLINGS.values())
 #: Settings of a whole batch, which none of its lines may have.
 _OF_THE_COMMAND = ("json", "debug", "report", "cache_dir", "overwrite")
 #: Settings of one source that exclude each other.
@@ -213,7 +214,7 @@ def take_own_options(context: typer.Context, file: str | None) -> str | None:
         options = {str(one.name): one for one in context.command.params}
         own = {}
         for name, value in _read_yaml(file, own_names, [*options]).items():
-            if name not in _SPELLINGS:
+            if name not in _KEYS:
                 several = getattr(options[name], "multiple", False)
                 one = several and not isinstance(value, list)
                 own[name] = [value] if one else value
@@ -223,7 +224,7 @@ def take_own_options(context: typer.Context, file: str | None) -> str | None:
 
 def _own_options(context: typer.Context) -> list[str]:
     names = [str(parameter.name) for parameter in context.command.params]
-    return [n for n in names if n not in _SPELLINGS and n not in ("config", "help")]
+    return [n for n in names if n not in _KEYS and n not in ("config", "help")]
 
 
 def gather(context: typer.Context, command: str) -> Settings:
@@ -235,7 +236,7 @@ def gather(context: typer.Context, command: str) -> Settings:
     flags: dict[str, Any] = {}
     environment: dict[str, Any] = {}
     for name, value in context.params.items():
-        if name != "config" and name not in _SPELLINGS:
+        if name != "config" and name not in _KEYS:
             continue  # what only this command has, it looks at itself
         source = getattr(context.get_parameter_source(name), "name", "")
         if source == "COMMANDLINE":
@@ -245,7 +246,7 @@ def gather(context: typer.Context, command: str) -> Settings:
     config = flags.pop("config", None)
     given = _checked(flags, "", command)
     read = _read_yaml(config, _own_options(context)) if config else {}
-    shared = {name: value for name, value in read.items() if name in _SPELLINGS}
+    shared = {name: value for name, value in read.items() if name in _KEYS}
     in_file = _checked(shared, f"{config}: ", command)
     replaced = _replaced(given)
     in_file = {name: v for name, v in in_file.items() if name not in replaced}
@@ -286,7 +287,7 @@ def in_batch(setting: Setting) -> bool:
 #: What a request to a server says itself, or what goes with one file.
 _OF_A_REQUEST = (
     *("prompt", "prompt_file", "image", "video", "strength", "latents", "seed"),
-    *("out", "overwrite", "report", "batch_size"),
+    *("out", "overwrite", "report"),
 )
 
 
@@ -381,8 +382,9 @@ def _named(
     spelt: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key).replace("-", "_")
-        name = _SPELLINGS.get(name, name)
-        if name not in _SPELLINGS and name not in own:
+        if name not in own:
+            name = _SPELLINGS.get(name, name)
+        if name not in _KEYS and name not in own:
             hint = _closest(key, [n for n in used if n not in ("config", "help")])
             raise UsageError(f"{where}: unknown key {quoted(key)}{hint}")
         if value is None:

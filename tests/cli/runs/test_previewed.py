@@ -14,6 +14,7 @@ from tests.cli.tools import UPSTREAM, Cli
 from tpuport.cli.runs import previewed
 from tpuport.core.preview import previews
 from tpuport.core.preview.previews import PreviewsBeside
+from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
 
 ASKED = (*UPSTREAM[:7], "6", *UPSTREAM[8:])
@@ -26,11 +27,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     there = threading.Event()
     monkeypatch.setattr(previews, "_PAUSE", 0.0)
     monkeypatch.setattr(previews, "SHARE", 1e9)
-    write = previewed._InFile.__call__
+    write = previewed._InFiles.__call__
 
     def written(self: Any, frames: np.ndarray) -> None:
         write(self, frames)
-        found.append((self._file, np.asarray(Image.open(self._file))))
+        found.append((self._files[0], np.asarray(Image.open(self._files[0]))))
         there.set()
 
     def drawn(self: Any, text: str, rows: int) -> None:
@@ -46,7 +47,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         while self._free_at > 1e300:
             threading.Event().wait(0.001)
 
-    monkeypatch.setattr(previewed._InFile, "__call__", written)
+    monkeypatch.setattr(previewed._InFiles, "__call__", written)
     monkeypatch.setattr(Display, "picture", drawn)
     monkeypatch.setattr(PreviewsBeside, "_stepped", waits)
     return found
@@ -97,3 +98,12 @@ def test_a_terminal_that_shows_pictures_needs_no_file(
 
 def previewed_kitty(picture: np.ndarray, place: Any) -> str:
     return f"{place.rows} rows"
+
+
+def test_each_video_of_a_call_has_a_file_of_its_own(tmp_path: Path) -> None:
+    a, b = tmp_path / "a/x.png", tmp_path / "b/x.png"
+    frames = np.zeros((6, 2, 2, 3), np.uint8)  # two frames of each of three videos
+    frames[:2], frames[2:4], frames[4:] = 10, 20, 30
+    previewed._InFiles((a, b, a), Reporter())(frames)
+    found = [np.unique(np.asarray(Image.open(file))).tolist() for file in (a, b)]
+    assert found == [[10, 30], [20]]
