@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from typing import Any
@@ -19,6 +20,36 @@ from tpuport.errors import TpuportError, in_one_line, quoted
 #: Bytes of JSON beside an image: to read more takes seconds.
 _MOST_JSON = 1 << 20
 _IMAGE = re.compile(rb'"data:image/[^"]*"')
+#: By which a client asks for the same job again.
+KEY = "Idempotency-Key"
+_KEY = re.compile(r"[!-~]{1,255}")
+
+
+def key_of(request: Request) -> str | None:
+    """The key by which a client asks for the same job again, if any.
+
+    Raises:
+        Refused: it is no key.
+    """
+    key = request.headers.get(KEY)
+    if key is not None and not _KEY.fullmatch(key):
+        message = f"{KEY}: give 1 to 255 letters, digits and signs without a space"
+        raise Refused(400, message, KEY)
+    return key
+
+
+def digest_of(given: dict[str, Any], image: Any) -> str:
+    """What two requests share that ask for the same.
+
+    Raises:
+        Refused: the fields are nested too deep.
+    """
+    own = hashlib.sha256(image).hexdigest() if isinstance(image, bytes) else image
+    try:
+        text = json.dumps([given, own], sort_keys=True)
+    except RecursionError:
+        raise Refused(400, "the body is nested too deep") from None
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 async def asked_of(request: Request) -> tuple[dict[str, Any], Any]:
