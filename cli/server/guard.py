@@ -185,7 +185,8 @@ class PatientProtocol(H11Protocol):
         """Go on to wait, once, where the data begin no request."""
         super().data_received(data)
         if not self._idle:
-            self._due = _ended(self._due)
+            _cancel(self._due)
+            self._due = None
         elif self._due is None:
             self._due = self.loop.call_later(_PART, self._silent)
 
@@ -197,12 +198,13 @@ class PatientProtocol(H11Protocol):
     def resume_writing(self) -> None:
         """The client has taken all, or has gone."""
         super().resume_writing()
-        self._taken = _ended(self._taken)
+        _cancel(self._taken)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing any more."""
         super().connection_lost(exc)
-        self._due, self._taken = _ended(self._due), _ended(self._taken)
+        _cancel(self._due)
+        _cancel(self._taken)
 
     @property
     def _idle(self) -> bool:
@@ -215,7 +217,7 @@ class PatientProtocol(H11Protocol):
             self.transport.close()
 
 
-def _ended(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 
