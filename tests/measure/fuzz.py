@@ -273,14 +273,13 @@ def _of_chunks(chance: random.Random) -> Message:
 
 def _of_path(chance: random.Random) -> Message:
     method = chance.choice(_METHODS)
-    path = chance.choice(_PATHS)
-    lines = []
-    if chance.random() < 0.2:
-        path = "/v1/videos/{id}/content"
-        lines = [f"Range: {chance.choice(_RANGES)}"]
-    return Message(
-        "path", (_head(method, path, *lines),), head=method.upper() == "HEAD"
-    )
+    data = _head(method, chance.choice(_PATHS))
+    return Message("path", (data,), head=method.upper() == "HEAD")
+
+
+def _of_range(chance: random.Random) -> Message:
+    line = f"Range: {chance.choice(_RANGES)}"
+    return Message("range", (_head("GET", "/v1/videos/{id}/content", line),))
 
 
 def _of_line(chance: random.Random) -> Message:
@@ -346,8 +345,15 @@ def _of_job(chance: random.Random) -> Message:
 #: Each with its weight.
 _KINDS: tuple[tuple[Callable[[random.Random], Message], int], ...] = (
     *((_of_json, 20), (_of_broken_json, 8), (_of_form, 14), (_of_broken_form, 10)),
-    *((_of_image, 6), (_of_cut, 6), (_of_encoding, 6), (_of_chunks, 4), (_of_path, 12)),
-    *((_of_line, 4), (_of_slow, 4), (_of_several, 2), (_of_leaving, 3), (_of_job, 1)),
+    *((_of_image, 6), (_of_cut, 6), (_of_encoding, 6), (_of_chunks, 4), (_of_path, 9)),
+    *(
+        (_of_line, 4),
+        (_of_slow, 4),
+        (_of_several, 2),
+        (_of_leaving, 3),
+        (_of_job, 1),
+        (_of_range, 3),
+    ),
 )
 
 

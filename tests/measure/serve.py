@@ -146,10 +146,10 @@ def many(server: Running, count: int, keep: float) -> None:
 def fuzzed(server: Running, count: int, seed: int, parts: int = 10) -> None:
     """Send broken requests, from 50 and from 200 connections at once."""
     watched, everything = Watched(server), Found()
-    video = server.create(prompt="a fox", num_inference_steps=1)
-    assert server.done(video)["status"] == "completed"
     print(f"before: {watched.memory}", flush=True)
     for number in range(parts):
+        video = server.create(prompt="a fox", num_inference_steps=1)
+        assert server.done(video)["status"] == "completed"
         at_once, began = 200 if number % 2 else 50, time.monotonic()
         own = {"at_once": at_once, "video": video}
         found = fuzz(server.port, count // parts, seed + number, **own)
