@@ -316,6 +316,10 @@ def application(service: Service) -> FastAPI:
         body = Refused(error.status_code, message).body()
         return JSONResponse(body, error.status_code)
 
+    @app.exception_handler(Exception)  # the guard hears of the error too
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(Refused(500, "the server has failed").body(), 500)
+
     _add_looks(app, service)
     _add_videos(app, service)
     for name in _PAGE:

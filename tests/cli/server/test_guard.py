@@ -12,10 +12,12 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 
 from tpuport.cli.server import guard
+from tpuport.cli.server.api import application
 from tpuport.cli.server.guard import Guard, PatientProtocol, is_loopback, read_keys
 from tpuport.cli.server.metrics import Metrics
 from tpuport.errors import UsageError
@@ -127,6 +129,19 @@ def test_what_fails_says_nothing_of_the_inside(
     code, document = ask("/broken")
     assert (code, document["error"]["message"]) == (500, "the server has failed")
     assert "a secret" in capsys.readouterr().err
+
+
+def test_what_fails_behind_a_path_is_an_error_that_clients_read() -> None:
+    """Starlette's own answer is text."""
+    none: Any = None
+    own = httpx.ASGITransport(application(none), raise_app_exceptions=False)
+
+    async def asked() -> httpx.Response:
+        async with httpx.AsyncClient(transport=own, base_url="http://a") as client:
+            return await client.get("/ready")
+
+    answer = asyncio.run(asked())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
 def test_hosts_of_this_machine() -> None:
