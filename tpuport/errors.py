@@ -151,8 +151,9 @@ class ServerError(TpuportError):
 
     Attributes:
         away: whether it may be there again soon.
+        lost: whether it may have done what it was asked, and the answer was lost.
     """
 
-    def __init__(self, said: str, *, away: bool = False) -> None:
+    def __init__(self, said: str, *, away: bool = False, lost: bool = False) -> None:
         super().__init__(said)
-        self.away = away
+        self.away, self.lost = away, lost

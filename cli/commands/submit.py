@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ from tpuport.cli.shown.output import check_report, give_out, say
 from tpuport.core.enums import Backend
 from tpuport.core.files.atomic import cannot_write, flush, replacing, temporary_beside
 from tpuport.core.files.outputs import Outputs, plan_outputs
-from tpuport.core.files.sealed_json import sidecar_path
+from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes, sidecar_path
 from tpuport.core.files.typed import read_text
 from tpuport.core.files.video_file import free_output, put_file
 from tpuport.core.reports import StageReport
@@ -83,12 +84,11 @@ def submit(
         speaks = Server(server, _key(api_key_file), waits)
         begun = speaks.job(job) if job else speaks.create(fields, image)
         done = _made(speaks, begun, settings, display)
+        fetched = functools.partial(_fetched, speaks, str(done["id"]), settings.image)
         count = len(done["tpuport"]["seeds"])
         if count != len(planned.wanted):  # of --job
             planned = _outputs(settings, count)
-        written = [
-            _fetched(speaks, str(done["id"]), index, planned) for index in range(count)
-        ]
+        written = [fetched(index, planned) for index in range(count)]
     paths = [{"path": str(p), "sidecar": str(sidecar_path(p))} for p in written]
     document = {"command": "submit", "job": done, "videos": paths}
     try:
@@ -183,9 +183,10 @@ def _made(
         if signals.ended_by(error) == signal.SIGINT:
             error.add_note(_deleted(server, name))
         elif not isinstance(error, ServerError) or error.away:
+            image = "" if settings.image is None else f" --image {settings.image}"
             error.add_note(
                 f"job {name} stays on the server; go on with `tpuport submit --server "
-                f"{server.url} --job {name} --out {settings.out}`"
+                f"{server.url} --job {name}{image} --out {settings.out}`"
             )
         raise
 
@@ -250,8 +251,14 @@ class _Shown:
             self._display.began(what)
 
 
-def _fetched(server: Server, job: str, index: int, planned: Outputs) -> Path:
-    """A video and its sidecar, each written whole or not at all."""
+def _fetched(
+    server: Server, job: str, image: str | None, index: int, planned: Outputs
+) -> Path:
+    """A video and its sidecar, each written whole or not at all.
+
+    Args:
+        image: the file here that the video was made from.
+    """
     wanted = planned.wanted[index]
     assert isinstance(wanted, Path)
     made = temporary_beside(wanted, ".mp4")
@@ -266,6 +273,8 @@ def _fetched(server: Server, job: str, index: int, planned: Outputs) -> Path:
             # Another process may take a name between the look and the rename.
             with contextlib.suppress(FileExistsError), replacing(sidecar) as beside:
                 server.download(job, "sidecar", index, beside)
+                if image is not None:
+                    _name_own(beside, image)
                 if planned.overwrite:
                     sidecar.unlink(missing_ok=True)
                 put_file(made, path, replace=planned.overwrite)
@@ -274,3 +283,26 @@ def _fetched(server: Server, job: str, index: int, planned: Outputs) -> Path:
         raise cannot_write(wanted, error) from error
     finally:
         made.unlink(missing_ok=True)
+
+
+def _name_own(sidecar: Path, image: str) -> None:
+    """Let a sidecar name the image here, in place of the server's copy.
+
+    Raises:
+        ServerError: the video was made from another image.
+    """
+    data = read_sidecar(sidecar)
+    flags, inputs = data["request"]["flags"], data["inputs"]
+    theirs = flags.get("image")
+    digest = hashlib.sha256(Path(image).expanduser().read_bytes()).hexdigest()
+    if inputs.get(theirs) != digest:
+        raise ServerError(
+            f"--image {image}: is not what the server made the video from (sha256 "
+            f"{str(inputs.get(theirs))[:16]} there, {digest[:16]} here); the video "
+            "stays there: --job fetches it without --image, or with the other file"
+        )
+    flags["image"] = image
+    data["inputs"] = {
+        image if name == theirs else name: found for name, found in inputs.items()
+    }
+    sidecar.write_bytes(sidecar_bytes(data))

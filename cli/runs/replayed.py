@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import textwrap
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.video_run import Again, VideoRun, Wanted, find
+from tpuport.cli.runs.video_run import Again, VideoRun, Wanted, file_digest, find
 from tpuport.cli.shown.output import print_summary, say
 from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.sealed_json import show
@@ -38,11 +39,12 @@ def replayed(
         files=(file, *([video] if video else [])),
     )
     settings = _recorded(file, recorded, asked)
+    inputs = _inputs(file, recorded, settings)
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
     folder = find(settings, reporter)
     run = VideoRun.prepared(settings, folder, reporter, again=again, wanted=wanted)
-    _check_same(file, recorded, run)
+    _check_same(file, recorded, run, inputs)
     outputs = None if asked.out is None else run.outputs("")
     videos, report = run.make(outputs, started)
     print_summary(report)
@@ -102,6 +104,10 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
     fused = [LoraChoice(one["source"], one["scale"], one["component"]) for one in loras]
     if not asked.lora:
         given["lora"] = fused
+    if asked.image is not None:
+        if given.get("image") is None:
+            raise UsageError(f"--image: {file} was made from no image; leave it out")
+        given["image"] = asked.image
     try:
         read = typed(Settings, given)
     except (UsageError, AttentionError) as error:
@@ -118,8 +124,32 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
     )
 
 
-def _check_same(file: Path, recorded: Sidecar, run: VideoRun) -> None:
-    """Refuse other weights or other images than the recorded ones, before the work."""
+def _inputs(file: Path, recorded: Sidecar, settings: Settings) -> dict[str, str]:
+    """The digests of the recorded images and videos by the files that they are now.
+
+    Raises:
+        ArtifactError: one is not there, or is another.
+    """
+    image, found = recorded["request"]["flags"].get("image"), {}
+    for name, wanted in recorded["inputs"].items():
+        now, how = name, "put it there"
+        if name == image:
+            now, how = str(settings.image), "name it with --image"
+        there = Path(now).expanduser().is_file()
+        digest = file_digest(Path(now)) if there else ""
+        if digest != wanted:
+            why = f"has sha256 {digest[:16]}" if there else "is not there"
+            raise ArtifactError(
+                f"{now}: {why}, and {file} records a file with sha256 {wanted}; {how}"
+            )
+        found[now] = wanted
+    return found
+
+
+def _check_same(
+    file: Path, recorded: Sidecar, run: VideoRun, inputs: Mapping[str, str]
+) -> None:
+    """Refuse other weights or more images than the recorded ones, before the work."""
     if run.folder.class_name != recorded["pipeline"]:
         raise WeightsError(
             f"{run.folder.reference}: is of {run.folder.class_name}, and {file} was "
@@ -134,11 +164,8 @@ def _check_same(file: Path, recorded: Sidecar, run: VideoRun) -> None:
                 "checkpoint with --weights"
             )
     _check_loras(file, recorded, run)
-    if run.inputs != recorded["inputs"]:
-        differing = set(run.inputs.items()) ^ set(recorded["inputs"].items())
-        raise ArtifactError(
-            f"{sorted(differing)[0][0]}: is not the file that {file} records"
-        )
+    if more := sorted(run.inputs.keys() - inputs.keys()):
+        raise ArtifactError(f"{more[0]}: is a file now, of which {file} knows nothing")
 
 
 def _check_loras(file: Path, recorded: Sidecar, run: VideoRun) -> None:

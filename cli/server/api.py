@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from tpuport.cli.server.bodies import asked_of
+from tpuport.cli.server.bodies import KEY, asked_of, digest_of, key_of
 from tpuport.cli.server.dispatcher import Dispatcher
 from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import (
@@ -47,6 +48,7 @@ _VARIANTS = {
     "preview": ("image/png", ""),
     "sidecar": ("application/json", ""),
 }
+_RANGE = re.compile(r"\s*(?:([0-9]{1,18})-([0-9]{0,18})|-[0-9]{1,18})\s*")
 #: The page: each file at its name, the first one at /.
 _PAGE = ("index.html", "page.css", "page.js")
 #: A new version is seen at once, and no other site shows the page in its own.
@@ -151,16 +153,23 @@ class Service:
         if shutil.disk_usage(self.dispatcher.files.folder).free < FREE:
             raise Refused(507, "the disk of the server is full")
 
-    def add(self, given: dict[str, Any], image: Any, owner: str) -> Job:
+    def add(
+        self, given: dict[str, Any], image: Any, owner: str, once: str | None
+    ) -> Job:
         """Check a request as `generate` does, and put it into the queue.
 
         Args:
             given: its fields.
             image: bytes, an address, or nothing.
+            once: a key of the client's; the same request with the same key is the same
+                job.
 
         Raises:
-            Refused: it cannot be made.
+            Refused: it cannot be made, or the key is of another request.
         """
+        body = "" if once is None else digest_of(given, image)
+        if found := self._before(owner, once, body):
+            return found
         made = self.dispatcher
         wanted = understood(
             given,
@@ -169,18 +178,35 @@ class Service:
             limits=self.limits,
             below=made.below,
         )
-        name = new_id()
+        name, added = new_id(), False
         try:
-            job = self._checked(name, owner, wanted, image)
-            if not made.jobs.add(job, self.queue):
-                raise Refused(429, f"{self.queue} jobs wait already; ask again later")
-        except BaseException:
-            shutil.rmtree(made.files.place(name), ignore_errors=True)
-            raise
-        made.wake()
-        return self.job(name, owner)
+            asked = self._checked(name, wanted, image)
+            job = Job(id=name, owner=owner, asked=asked, once=once, body=body)
+            added = made.jobs.add(job, self.queue)
+        finally:
+            if not added:
+                shutil.rmtree(made.files.place(name), ignore_errors=True)
+        if added:
+            made.wake()
+            return self.job(name, owner)
+        if found := self._before(owner, once, body):  # it came twice at once
+            return found
+        raise Refused(429, f"{self.queue} jobs wait already; ask again later")
 
-    def _checked(self, name: str, owner: str, wanted: Wanted, image: Any) -> Job:
+    def _before(self, owner: str, once: str | None, body: str) -> Job | None:
+        """The job that was made of the same request before.
+
+        Raises:
+            Refused: the key came with another request.
+        """
+        found = None if once is None else self.dispatcher.jobs.once(owner, once)
+        if found is not None and found.body != body:
+            message = f"{KEY}: came with another request before; give each its own"
+            raise Refused(422, message, KEY)
+        return found
+
+    def _checked(self, name: str, wanted: Wanted, image: Any) -> dict[str, Any]:
+        """What a job keeps of a request that can be made."""
         made, values = self.dispatcher, dict(wanted.values)
         if image is not None:
             if not made.image:
@@ -199,7 +225,7 @@ class Service:
         found = made.checks.check(requests[0].settings)
         if found.error:
             raise Refused(400, self._told(name, found.error))
-        asked = {
+        return {
             "model": self.model,
             "fields": wanted.fields,
             "values": values,
@@ -210,7 +236,6 @@ class Service:
             "num_frames": wanted.shape.num_frames,
             "size": wanted.shape.size,
         }
-        return Job(id=name, owner=owner, asked=asked)
 
     def _told(self, name: str, text: str) -> str:
         """An error without the places of files of this machine."""
@@ -295,6 +320,10 @@ def application(service: Service) -> FastAPI:
         body = Refused(error.status_code, message).body()
         return JSONResponse(body, error.status_code)
 
+    @app.exception_handler(Exception)  # the guard hears of the error too
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(Refused(500, "the server has failed").body(), 500)
+
     _add_looks(app, service)
     _add_videos(app, service)
     for name in _PAGE:
@@ -339,11 +368,13 @@ def _add_videos(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/videos")
     async def create(request: Request) -> Response:
-        service.check_room()
+        owner, once = request.scope["owner"], key_of(request)
+        # A job that is there needs no room; its answer was lost.
+        if once is None or service.dispatcher.jobs.once(owner, once) is None:
+            service.check_room()
         given, image = await asked_of(request)
         async with at_once:
-            owner = request.scope["owner"]
-            job = await run_in_threadpool(service.add, given, image, owner)
+            job = await run_in_threadpool(service.add, given, image, owner, once)
         return JSONResponse(service.shown(job))
 
     @app.get("/v1/videos")
@@ -378,7 +409,20 @@ def _add_videos(app: FastAPI, service: Service) -> None:
                 raise Refused(404, f"{job.id} has no preview now") from None
         if not file.is_file():
             raise Refused(404, f"{job.id} has no {variant} any more")
+        _check_range(request.headers.get("range"))
         return FileResponse(file, media_type=kind, filename=f"{job.id}{file.suffix}")
+
+
+def _check_range(text: str | None) -> None:
+    """Refuse a Range that Starlette would answer in words of its own."""
+    if text is None:
+        return
+    unit, _, ranges = text.partition("=")
+    found = [_RANGE.fullmatch(one) for one in ranges.split(",")]
+    known = unit.strip().lower() == "bytes" and all(found)
+    if not known or any(one and one[2] and int(one[1]) > int(one[2]) for one in found):
+        message = f"Range: {quoted(text)} names no bytes, such as bytes=0-99"
+        raise Refused(400, message, "Range")
 
 
 def _of_page(name: str, request: Request) -> Response:

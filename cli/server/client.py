@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,8 +22,9 @@ _FIRST, _LONGEST = 0.5, 15.0
 #: Seconds for a connection, and for an answer: a request is checked before the queue,
 #: and the first check waits for imports.
 _TIMEOUTS = httpx.Timeout(330.0, connect=10.0)
-#: Answers of a server, or of what stands before one, that is not up.
-_AWAY = (502, 503, 504)
+#: Answers of a server, or of what stands before one, that is not up; and those of what
+#: stands before one that may have done what it was asked.
+_AWAY, _LOST = (502, 503, 504), (502, 504)
 
 
 class Server:
@@ -63,7 +65,7 @@ class Server:
             ) from error
 
     def create(self, fields: Mapping[str, Any], image: Path | None) -> dict[str, Any]:
-        """A new job; asked once, since a second try could make a second job.
+        """A new job; asked for again where the answer is lost, by the same key.
 
         Args:
             fields: of the request, as docs/serve.md has them.
@@ -73,14 +75,24 @@ class Server:
             UsageError: the server refuses the request.
             ServerError: it cannot be reached, or cannot take the job.
         """
-        if image is None:
-            return self._asked(lambda: self._http.post("videos", json=dict(fields)))
-        form = {name: _in_form(value) for name, value in fields.items()}
-        with image.open("rb") as file:
-            files = {"input_reference": (image.name, file)}
-            return self._asked(
-                lambda: self._http.post("videos", data=form, files=files)
-            )
+        own = {"Idempotency-Key": secrets.token_hex(16)}
+
+        def post(**given: Any) -> dict[str, Any]:
+            return self._asked(lambda: self._http.post("videos", headers=own, **given))
+
+        def once() -> dict[str, Any]:
+            if image is None:
+                return post(json=dict(fields))
+            form = {name: _in_form(value) for name, value in fields.items()}
+            with image.open("rb") as file:
+                return post(data=form, files={"input_reference": (image.name, file)})
+
+        try:
+            return once()
+        except ServerError as error:
+            if not error.lost:
+                raise
+        return self.patiently(once)
 
     def job(self, name: str) -> dict[str, Any]:
         """A job as it is now; waits for a server that is away."""
@@ -155,6 +167,7 @@ class Server:
             f"{self.url}: cannot be reached ({reason}); look at --server, and whether "
             "the server runs",
             away=True,
+            lost=not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout),
         )
 
     def _checked(self, answer: httpx.Response) -> httpx.Response:
@@ -177,7 +190,9 @@ class Server:
             where = f"{_printable(str(param))}: " if param else ""
             told_already = where and said.startswith(where.removesuffix(": "))
             raise UsageError(said if told_already else where + said)
-        raise ServerError(f"{self.url}: {code}, {said}", away=code in _AWAY)
+        raise ServerError(
+            f"{self.url}: {code}, {said}", away=code in _AWAY, lost=code in _LOST
+        )
 
 
 def _in_form(value: Any) -> str:

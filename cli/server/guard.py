@@ -32,6 +32,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MOST_BODY, MOST_BODIES = 32 << 20, 512 << 20
 #: Seconds for the next part of a body, and for all of it.
 _PART, _WHOLE = 20.0, 120.0
+#: Seconds in which a client takes a part of an answer; files go in parts of 64 KiB.
+_TAKEN = 60.0
 #: Under which a server reads keys, and what everybody sees.
 _KEYED = "/v1"
 _KEY = re.compile(r"[!-~]{8,512}")
@@ -163,19 +165,61 @@ _HEADERS = [(b"x-content-type-options", b"nosniff")]
 
 
 class PatientProtocol(H11Protocol):
-    """A connection that ends where no request comes.
+    """A connection that ends where no request comes, or no answer is taken.
 
-    Uvicorn waits for a first head without end, and counts the connection.
+    Uvicorn waits without end for the head of a request, for a body that is answered
+    already, and for a client that reads slowly.
     """
 
+    _due: asyncio.TimerHandle | None = None
+    _taken: asyncio.TimerHandle | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait."""
+        """Begin to wait for a request."""
         super().connection_made(transport)
-        self.loop.call_later(_PART, self._silent)
+        # Whatever the kernel does not take at once pauses.
+        transport.set_write_buffer_limits(high=0)
+        self._due = self.loop.call_later(_PART, self._silent)
+
+    def data_received(self, data: bytes) -> None:
+        """Go on to wait, once, where the data begin no request."""
+        super().data_received(data)
+        if not self._idle:
+            _cancel(self._due)
+            self._due = None
+        elif self._due is None:
+            self._due = self.loop.call_later(_PART, self._silent)
+
+    def pause_writing(self) -> None:
+        """Begin to wait until the client takes what was sent."""
+        super().pause_writing()
+        self._taken = self.loop.call_later(_TAKEN, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has taken all, or has gone."""
+        super().resume_writing()
+        _cancel(self._taken)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing any more."""
+        super().connection_lost(exc)
+        _cancel(self._due)
+        _cancel(self._taken)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
 
     def _silent(self) -> None:
-        if self.cycle is None:
+        self._due = None
+        if self._idle:
             self.transport.close()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class _Body:

@@ -29,13 +29,16 @@ CREATE TABLE IF NOT EXISTS jobs (
     tries INTEGER NOT NULL DEFAULT 0,
     asked TEXT NOT NULL,
     result TEXT,
-    error TEXT
+    error TEXT,
+    once TEXT,
+    body TEXT
 );
 CREATE INDEX IF NOT EXISTS by_status ON jobs (status, number);
 CREATE INDEX IF NOT EXISTS by_owner ON jobs (owner, number);
+CREATE UNIQUE INDEX IF NOT EXISTS by_once ON jobs (owner, once);
 """
 _COLUMNS = "number, id, owner, status, created, ended, expires, tries, asked"
-_COLUMNS += ", result, error"
+_COLUMNS += ", result, error, once, body"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,9 @@ class Job:
             ``num_frames``, ``size`` and ``model``.
         result: ``stages``, ``total_seconds`` and peaks.
         error: in one line; empty for none.
+        once: of the owner's jobs one at most has this key of a client's; ``None`` for
+            no key.
+        body: the digest of the request that came with the key.
     """
 
     id: str
@@ -64,6 +70,8 @@ class Job:
     tries: int = 0
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    once: str | None = None
+    body: str = ""
 
 
 def new_id() -> str:
@@ -112,20 +120,24 @@ class Jobs:
         return [_job(row) for row in rows]
 
     def add(self, job: Job, limit: int) -> bool:
-        """Put a job into the queue; tells whether the queue had room.
+        """Put a job into the queue; tells whether the job is in it.
+
+        It is not where the queue is full, or where another job has its ``once``.
 
         Args:
             limit: jobs that may wait.
         """
+        own = (job.id, job.owner, QUEUED, time.time(), json.dumps(job.asked))
         with self._lock:
             if self.count(QUEUED) >= limit:
                 return False
-            self._base.execute(
-                "INSERT INTO jobs (id, owner, status, created, asked) "
-                "VALUES (?, ?, ?, ?, ?)",
-                (job.id, job.owner, QUEUED, time.time(), json.dumps(job.asked)),
+            added = self._base.execute(
+                "INSERT OR IGNORE INTO jobs "
+                "(id, owner, status, created, asked, once, body) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (*own, job.once, job.body),
             )
-        return True
+        return added.rowcount == 1
 
     def get(self, name: str, owner: str | None = None) -> Job | None:
         """The job of an id, and of an owner where one is given."""
@@ -133,6 +145,11 @@ class Jobs:
         if not found or owner not in (None, found[0].owner):
             return None
         return found[0]
+
+    def once(self, owner: str, once: str) -> Job | None:
+        """The job of an owner that was asked for with a client's key."""
+        found = self._all("WHERE owner = ? AND once = ?", owner, once)
+        return found[0] if found else None
 
     def page(self, owner: str, after: Job | None, limit: int, *, up: bool) -> list[Job]:
         """Jobs of an owner, the newest first, or the oldest first where ``up``."""
@@ -242,4 +259,6 @@ def _job(row: Sequence[Any]) -> Job:
         asked=json.loads(asked),
         result=json.loads(rest[0] or "{}"),
         error=rest[1] or "",
+        once=rest[2],
+        body=rest[3] or "",
     )

@@ -1,197 +1,70 @@
 """A server under a fuzzer, and the price of its answers for a video that is made.
 
-``python -m tests.measure.serve`` starts a server of the demo, sends requests that are
-broken in many ways, and tells of answers, memory and tracebacks. Then it makes pairs of
+``python -m tests.measure.serve`` starts a server of the demo and sends the requests of
+tests/measure/fuzz.py: it tells of answers, faults and memory. Then it makes pairs of
 videos, one of each with requests at a steady rate, and compares their steps. With
 ``--videos`` many follow, one after the other; jobs are kept for a minute.
+
+With ``--apart`` the engine has the last core of this machine to itself, as a device has
+its own processor; without, the engine's steps and the answers share all cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import json
+import http.client
 import os
-import random
-import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from tests.cli.server.running import Running, running
+from tests.cli.server.running import Running, running, until
+from tests.measure.fuzz import Found, fuzz
 
-#: Seconds that a broken client waits for an answer.
+#: Seconds that a client waits for an answer.
 _PATIENCE = 30.0
-_FIELDS = (
-    *("prompt", "model", "size", "seconds", "num_frames", "fps", "seed", "n"),
-    *("num_inference_steps", "guidance_scale", "negative_prompt", "flow_shift"),
-    *("lora", "extra", "input_reference", "image", "num_inference_stepz", "", "\ud800"),
-)
-_VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1,
-        9,
-        2**63,
-        10**40,
-        0.5,
-        -0.0,
-        1e308,
-        "",
-        "x",
-        "96x64",
-        "0x0",
-    ),
-    *("9" * 4000, "\0", "\ud800", "\u202e", "../../etc/passwd", "https://127.0.0.1/x"),
-    *(
-        [],
-        ["x"],
-        [[[]]],
-        {},
-        {"a": {"b": []}},
-        {"image_url": "data:image/png;base64,AA"},
-    ),
-    *({"image_url": "file:///etc/passwd"}, {"scheduler": "/etc/passwd"}, "NaN"),
-)
-_PATHS = (
-    *("/v1/videos", "/v1/videos/", "/v1/videos/video_x", "/v1/videos/%2e%2e%2f", "/"),
-    *("/v1/videos/video_x/content?variant=video", "/v1/models", "/v1/models/%00", "/x"),
-    *("/v1/videos?limit=-1", "/v1/videos?limit=9e9", "/v1/videos?after=%ff", "/health"),
-    *("/ready", "/metrics", "/v1/videos?order=up", "//", "/v1/videos/../../etc/passwd"),
-)
 
 
-def _head(method: str, path: str, **headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
-
-
-def _json_body(chance: random.Random) -> bytes:
-    given = {"prompt": "x"} if chance.random() < 0.8 else {}
-    for _ in range(chance.randrange(4)):
-        given[chance.choice(_FIELDS)] = chance.choice(_VALUES)
-    given.setdefault("num_inference_stepz", 1)  # no video is made of these
-    body = json.dumps(given, ensure_ascii=chance.random() < 0.5)
-    data = body.encode("utf-8", "surrogatepass")
-    return _broken(chance, data)
-
-
-def _broken(chance: random.Random, data: bytes) -> bytes:
-    """The data, or what a broken client makes of them."""
-    kind = chance.randrange(8)
-    if kind == 0:
-        return data[: chance.randrange(len(data) + 1)]
-    if kind == 1:
-        changed = bytearray(data or b"x")
-        for _ in range(chance.randrange(1, 9)):
-            changed[chance.randrange(len(changed))] = chance.randrange(256)
-        return bytes(changed)
-    if kind == 2:
-        return chance.randbytes(chance.randrange(300))
-    if kind == 3:
-        return b"[" * chance.choice((1, 500, 100_000))
-    return data
-
-
-def _form(chance: random.Random) -> tuple[bytes, str]:
-    edge = (
-        "edge" if chance.random() < 0.9 else chance.choice(("", "a b", '"', "x" * 99))
-    )
-    parts = []
-    for _ in range(chance.randrange(5)):
-        name = chance.choice(_FIELDS).encode("utf-8", "replace").decode()
-        value = str(chance.choice(_VALUES)).encode("utf-8", "replace")
-        file = '; filename="x.png"' if chance.random() < 0.3 else ""
-        head = (
-            f'--{edge}\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'
-        )
-        parts.append(head.encode() + value + b"\r\n")
-    # No video is made of these.
-    head = f'--{edge}\r\nContent-Disposition: form-data; name="stepz"\r\n\r\n1\r\n'
-    parts.append(head.encode())
-    body = b"".join(parts) + f"--{edge}--\r\n".encode()
-    return _broken(chance, body), f"multipart/form-data; boundary={edge}"
-
-
-def message(chance: random.Random) -> tuple[bytes, float, bool]:
-    """A request, the seconds that its client lets pass in the middle, and whether the
-    client goes away before it has sent what it announced.
-    """
-    kind = chance.randrange(10)
-    if kind < 4:
-        body, content = _json_body(chance), "application/json"
-    elif kind < 8:
-        body, content = _form(chance)
-    else:
-        method = chance.choice(
-            ("GET", "PUT", "HEAD", "PATCH", "DELETE", "OPTIONS", "X")
-        )
-        path = chance.choice(_PATHS)
-        if kind == 9:
-            return chance.randbytes(chance.randrange(1, 400)) + b"\r\n\r\n", 0.0, True
-        return _head(method, path), 0.0, False
-    if chance.random() < 0.1:
-        content = chance.choice(("text/plain", "multipart/form-data", "", "a/b;c=\xff"))
-    length = len(body)
-    if chance.random() < 0.1:  # a body that ends early, or never comes
-        length += chance.choice((-1, 1, 1000, 1 << 40))
-    head = _head(
-        "POST",
-        "/v1/videos",
-        Content_Type=content,
-        Content_Length=str(max(length, 0)),
-    )
-    slow = chance.choice((0.0,) * 40 + (0.5,))
-    return head + body, slow, length > len(body)
-
-
-def _send(port: int, data: bytes, slow: float, short: bool) -> tuple[str, bytes]:
-    """The code of the answer, or why there is none, and its bytes."""
-    found = b""
-    try:
-        with socket.create_connection(("127.0.0.1", port), _PATIENCE) as client:
-            half = len(data) // 2 if slow else len(data)
-            client.sendall(data[:half])
-            if slow:
-                time.sleep(slow)
-                client.sendall(data[half:])
-            if short:
-                client.shutdown(socket.SHUT_WR)
-            while part := client.recv(1 << 16):
-                found += part
-    except OSError as error:
-        return found[9:12].decode("latin-1") or type(error).__name__, found
-    return found[9:12].decode("latin-1") or "closed", found
-
-
-def fuzz(port: int, count: int, seed: int, at_once: int = 50) -> Counter[str]:
-    """How often each answer came.
-
-    Raises:
-        AssertionError: a client was shown a traceback.
-    """
-    chance = random.Random(seed)
-    asked = [message(chance) for _ in range(count)]
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda one: _send(port, *one), asked))
-    for _, body in answers:
-        assert b"Traceback" not in body, body[:2000]
-        assert b'File "' not in body, body[:2000]
-    return Counter(code for code, _ in answers)
-
-
-def resident(pid: int) -> int:
+def resident(pid: int) -> float:
     """MiB of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def children(pid: int) -> list[int]:
+    """The processes that all threads of a process have started, oldest first."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(n) for t in tasks for n in (t / "children").read_text().split())
+
+
+class Watched:
+    """The memory of a server, of its checks and of its engine, in MiB."""
+
+    def __init__(self, server: Running) -> None:
+        pid = server.process.pid
+        # Beside the two is Python's process that tracks semaphores.
+        large = [one for one in children(pid) if resident(one) > 100]
+        assert len(large) == 2, large
+        self.pids = (pid, *large)
+        self.engine = large[1]
+
+    @property
+    def memory(self) -> str:
+        """In words."""
+        names = ("server", "checks", "engine")
+        held = zip(names, map(resident, self.pids), strict=True)
+        return ", ".join(f"{name} {mib:.1f}" for name, mib in held) + " MiB"
+
+    def part(self) -> None:
+        """Give the engine a core of its own, and all others to the rest."""
+        cores = sorted(os.sched_getaffinity(0))
+        for pid in (os.getpid(), *self.pids):
+            own = cores[-1:] if pid == self.engine else cores[:-1]
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), own)
 
 
 def _ask_steadily(port: int, rate: int, name: str, over: threading.Event) -> list[int]:
@@ -200,8 +73,6 @@ def _ask_steadily(port: int, rate: int, name: str, over: threading.Event) -> lis
     paths = (f"/v1/videos/{name}", "/v1/videos?limit=5", "/health", "/metrics")
 
     def client(number: int, each: float) -> None:
-        import http.client
-
         own = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
         due = time.monotonic()
         while not over.is_set():
@@ -213,7 +84,7 @@ def _ask_steadily(port: int, rate: int, name: str, over: threading.Event) -> lis
             time.sleep(max(due - time.monotonic(), 0))
 
     clients = 4
-    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+    with ThreadPoolExecutor(clients) as pool:
         for done in [pool.submit(client, n, clients / rate) for n in range(clients)]:
             done.result()
     return counts
@@ -243,23 +114,62 @@ def steps_of(server: Running, steps: int, rate: int) -> tuple[float, float]:
     return stages["denoise"] / steps, (found[0][0] / passed if rate else 0.0)
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(one) for one in found.split()]
-
-
-def many(server: Running, count: int) -> None:
-    """Make videos, one after the other; tell of memory and of files that are left."""
-    pid, part = server.process.pid, max(count // 10, 1)
+def pairs(server: Running, count: int, steps: int, rate: int) -> None:
+    """Compare the steps of videos with those of videos while requests are answered."""
+    ratios = []
     for number in range(count):
+        rates = (0, rate) if number % 2 else (rate, 0)
+        took = {rate: steps_of(server, steps, rate) for rate in rates}
+        (busy, answers), (alone, _) = took[rate], took[0]
+        ratios.append(busy / alone)
+        text = f"a step: {alone:.5f} s alone, {busy:.5f} s with {answers:.0f} answers a"
+        print(f"{text} second, ratio {ratios[-1]:.4f}", flush=True)
+    print(f"median ratio {statistics.median(ratios):.4f}", flush=True)
+
+
+def many(server: Running, count: int, keep: float) -> None:
+    """Make videos, one after the other; tell of memory and of files that are left."""
+    watched, part, began = Watched(server), max(count // 20, 1), time.monotonic()
+    jobs = server.log.parent / "kept/jobs"
+    for number in range(1, count + 1):
         name = server.create(prompt=f"fox {number}", num_inference_steps=1)
-        assert server.done(name)["status"] == "completed"
-        if (number + 1) % part == 0:
-            held = [resident(one) for one in (pid, *children(pid))]
-            places = len(list((server.log.parent / "kept/jobs").glob("*")))
-            text = f"{number + 1} videos, MiB of each process {held}, {places} folders"
-            print(text, flush=True)
+        assert server.done(name, pause=0.02)["status"] == "completed"
+        if number % part == 0 or number == 1:
+            places = len(list(jobs.glob("*")))
+            seconds = f"{time.monotonic() - began:.0f} s"
+            print(f"{number} videos in {seconds}, {places} folders, {watched.memory}")
+    until(lambda: not list(jobs.glob("*")), keep + 30)
+    assert server.ask("/v1/videos")[1]["data"] == []
+    print(f"no folder and no job is left; {watched.memory}", flush=True)
+
+
+def fuzzed(server: Running, count: int, seed: int, parts: int = 10) -> None:
+    """Send broken requests, from 50 and from 200 connections at once."""
+    watched, everything = Watched(server), Found()
+    print(f"before: {watched.memory}", flush=True)
+    for number in range(parts):
+        video = server.create(prompt="a fox", num_inference_steps=1)
+        assert server.done(video)["status"] == "completed"
+        at_once, began = 200 if number % 2 else 50, time.monotonic()
+        own = {"at_once": at_once, "video": video}
+        found = fuzz(server.port, count // parts, seed + number, **own)
+        everything.answers += found.answers
+        everything.faults += found.faults
+        print(
+            f"{count // parts} requests in {time.monotonic() - began:.0f} s,"
+            f" at most {found.most} at once, the slowest answer {found.slowest:.1f} s,"
+            f" {watched.memory}, {dict(found.codes)}",
+            flush=True,
+        )
+    for kind, codes in everything.kinds.items():
+        print(f"  {kind}: {codes}")
+    assert server.ask("/health")[0] == 200
+    print("tracebacks in the log:", server.said.count("Traceback"))
+    print("errors in the log:", server.said.count("error:"))
+    print("faults:", len(everything.faults), flush=True)
+    for fault in everything.faults[:20]:
+        print(" ", fault)
+    print("after:", watched.memory, flush=True)
 
 
 def main() -> None:
@@ -267,37 +177,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--rate", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--videos", type=int, default=0)
+    parser.add_argument("--size", default="96x64")
+    parser.add_argument("--frames", default="9")
+    parser.add_argument("--keep", type=int, default=60)
     asked = parser.parse_args()
-    flags = ("--size", "96x64", "--frames", "9", "--folder", "kept", "--keep", "60s")
+    flags = ("--size", asked.size, "--frames", asked.frames, "--folder", "kept")
     with tempfile.TemporaryDirectory() as place:
-        own = {"TPUPORT_CACHE_DIR": f"{place}/cache"}
-        with running(Path(place), *flags, environment=own) as server:
+        cache = os.environ.get("TPUPORT_CACHE_DIR", f"{place}/cache")
+        own = {"TPUPORT_CACHE_DIR": cache}
+        keep = f"{asked.keep}s"
+        with running(Path(place), *flags, "--keep", keep, environment=own) as server:
             server.ready()
-            pid, part = server.process.pid, max(asked.count // 10, 1)
-            for number in range(10):
-                at_once = 200 if number % 2 else 50
-                codes = fuzz(server.port, part, asked.seed + number, at_once)
-                print(part, "requests,", resident(pid), "MiB:", dict(codes), flush=True)
-            assert server.ask("/health")[0] == 200
-            print("tracebacks in the log:", server.said.count("Traceback"))
-            print("errors in the log:", server.said.count("error:"))
-            ratios = []
-            for number in range(asked.pairs):
-                rates = (0, asked.rate) if number % 2 else (asked.rate, 0)
-                took = {rate: steps_of(server, asked.steps, rate) for rate in rates}
-                ratios.append(took[asked.rate][0] / took[0][0])
-                print(
-                    f"a step: {took[0][0]:.4f} s alone, {took[asked.rate][0]:.4f} s "
-                    f"with {took[asked.rate][1]:.0f} answers a second",
-                    flush=True,
-                )
-            many(server, asked.videos)
-            if ratios:
-                print(f"median ratio {statistics.median(ratios):.3f}")
+            if asked.count:
+                fuzzed(server, asked.count, asked.seed)
+            if asked.apart:
+                Watched(server).part()
+            if asked.pairs:
+                pairs(server, asked.pairs, asked.steps, asked.rate)
+            if asked.videos:
+                many(server, asked.videos, asked.keep)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,22 @@ def test_other_weights_are_refused_before_the_work(
     assert "loading" not in ran.err
 
 
+def test_an_image_that_is_not_there_is_named_with_its_sha256(
+    cli: Cli, sidecar: Path
+) -> None:
+    """As the sidecar of a server's video; tests/cli/server/test_clients.py has more."""
+    wanted = "7" * 64
+    request = read_sidecar(sidecar)["request"]
+    request["flags"]["image"] = "/srv/image.png"
+    file = altered(sidecar, request=request, inputs={"/srv/image.png": wanted})
+    said = f"/srv/image.png: is not there, and {file} records a file with sha256 "
+    ran = cli.refused(f"{said}{wanted}; name it with --image", "replay", file, code=1)
+    assert "loading" not in ran.err
+    Path("cat.png").write_text("another")
+    cli.refused("cat.png: has sha256 ", "replay", file, "--image", "cat.png", code=1)
+    cli.refused("made from no image", "replay", sidecar, "--image", "cat.png")
+
+
 def test_a_sidecar_that_is_no_sidecar_is_refused(cli: Cli, sidecar: Path) -> None:
     cli.refused("is missing", "replay", "none.json")
     wrong: tuple[dict[str, Any], ...] = ({"how": {}}, {"video": 5})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import signal
@@ -19,6 +20,7 @@ from tests.cli.tools import Cli
 from tests.processes import LONGEST
 from tpuport.cli.commands import submit
 from tpuport.cli.server import client
+from tpuport.core.files.sealed_json import read_sidecar
 
 FILE = "x.mp4"
 
@@ -102,6 +104,28 @@ def test_an_image_is_uploaded_with_the_fields(cli: Cli, fake: Fake) -> None:
     assert job.image == png()
     fields = {"prompt": "a", "seed": "3", "extra": '{"a": "1"}'}
     assert job.document["tpuport"]["settings"] == fields
+    sidecar = read_sidecar(Path(f"{FILE}.json"))
+    assert sidecar["request"]["flags"]["image"] == "cat.png"
+    assert sidecar["inputs"] == {"cat.png": hashlib.sha256(png()).hexdigest()}
+
+
+def test_a_sidecar_names_no_other_image(cli: Cli, fake: Fake) -> None:
+    """The file was changed, or is not the one of a job that is waited for again."""
+    job = fake.add({"prompt": "a"}, png())["id"]
+    Path("dog.png").write_bytes(b"another")
+    asked = ("submit", "--server", fake.url, "--job", job, "--out", FILE)
+    cli.refused("--image dog.png: is not what", *asked, "--image", "dog.png", code=1)
+    assert [path.name for path in Path().iterdir()] == ["dog.png"]
+
+
+def test_a_job_whose_answer_is_lost_is_made_once(cli: Cli, fake: Fake) -> None:
+    fake.lost = 2
+    asked = ("submit", "--server", fake.url, "--prompt", "a", "--out", FILE)
+    cli.good(*asked)
+    assert [method for method, _, _ in fake.asked].count("POST") == 3
+    assert len(fake.jobs) == 1
+    cli.good(*asked)  # the next request has its own key
+    assert len(fake.jobs) == 2
 
 
 @pytest.mark.parametrize("named", [True, False])

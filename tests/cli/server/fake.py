@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import email.parser
 import email.policy
+import hashlib
 import json
 import secrets
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -16,6 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 from PIL import Image
+
+from tpuport.core.files.sealed_json import sidecar_bytes
 
 SHAPE = {"size": "96x64", "num_frames": 9, "fps": 8.0, "seconds": "1.125"}
 
@@ -38,6 +42,7 @@ class Fake:
         pace: seconds that a step takes; a step waits while ``held`` is set.
         asked: method, path and headers of every request.
         answers: statuses that the next requests get in place of an answer.
+        lost: so many answers to new jobs never arrive.
     """
 
     video: bytes
@@ -47,6 +52,8 @@ class Fake:
     jobs: dict[str, Job] = field(default_factory=dict)
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
+    lost: int = 0
+    keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -206,15 +213,25 @@ class _Handler(BaseHTTPRequestHandler):
             fields = json.loads(body)
         if fields.get("size", "96x64") != "96x64":
             return self._refuse(400, "'8x8' is not ready; ready: 96x64", "size")
-        return self._send(200, self.server_of.add(fields, image))
+        fake, key = self.server_of, self.headers["Idempotency-Key"]
+        if key not in fake.keys:
+            fake.keys[key] = fake.add(fields, image)
+        if fake.lost:
+            fake.lost -= 1
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        return self._send(200, fake.keys[key])
 
     def _content(self, job: Job, variant: str) -> None:
         if variant == "video":
             self._send(200, self.server_of.video, "video/mp4")
         elif variant == "preview":
             self._send(200, self.server_of.preview, "image/png")
-        else:
+        elif job.image is None:
             self._send(200, {"sidecar of": job.document["prompt"]})
+        else:
+            named = {"request": {"flags": {"image": "/srv/image.png"}}}
+            named["inputs"] = {"/srv/image.png": hashlib.sha256(job.image).hexdigest()}
+            self._send(200, sidecar_bytes(named))
 
 
 def _form(kind: str, body: bytes) -> tuple[dict[str, Any], bytes | None]:

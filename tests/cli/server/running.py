@@ -20,12 +20,14 @@ from typing import Any
 PATIENCE = 300.0
 
 
-def until(there: Callable[[], Any], patience: float = PATIENCE) -> Any:
+def until(
+    there: Callable[[], Any], patience: float = PATIENCE, pause: float = 0.1
+) -> Any:
     """What is there, once it is."""
     end = time.monotonic() + patience
     while not (found := there()):
         assert time.monotonic() < end, "nothing came"
-        time.sleep(0.1)
+        time.sleep(pause)
     return found
 
 
@@ -110,14 +112,14 @@ class Running:
     def job(self, name: str) -> Any:
         return self.ask(f"/v1/videos/{name}")[1]
 
-    def done(self, name: str) -> Any:
+    def done(self, name: str, pause: float = 0.1) -> Any:
         """A job, once it has ended."""
 
         def found() -> Any:
             job = self.job(name)
             return job if job.get("status") in ("completed", "failed") else None
 
-        return until(found)
+        return until(found, pause=pause)
 
     def video(self, name: str, query: str = "") -> bytes:
         """The bytes of a video that is done."""

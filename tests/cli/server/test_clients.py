@@ -193,6 +193,19 @@ def test_submit_writes_what_the_server_makes_and_replay_takes_it(
     assert "the same frames" in cli.good("replay", "x-001.mp4").err
 
 
+def test_a_video_from_an_image_is_replayed_where_the_image_is(
+    cli: Cli, served: Running
+) -> None:
+    """From the file that was sent; --image names it where it lies now."""
+    Image.linear_gradient("L").resize((32, 32)).save("fox.png")
+    asked = ("submit", "--server", served.url, "--prompt", "a red star", "--image")
+    cli.good(*asked, "fox.png", "--out", "x.mp4")
+    assert "the same frames" in cli.good("replay", "x.mp4").err
+    Path("fox.png").rename("cat.png")
+    cli.refused("name it with --image", "replay", "x.mp4", code=1)
+    assert "the same frames" in cli.good("replay", "x.mp4", "--image", "cat.png").err
+
+
 def test_submit_is_refused_in_the_servers_own_words(cli: Cli, served: Running) -> None:
     asked = ("submit", "--server", served.url, "--prompt", "a", "--out", "x.mp4")
     cli.refused("32x32", *asked, "--size", "8x8")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 
 from tpuport.cli.server import guard
-from tpuport.cli.server.guard import Guard, is_loopback, read_keys
+from tpuport.cli.server.api import application
+from tpuport.cli.server.guard import Guard, PatientProtocol, is_loopback, read_keys
 from tpuport.cli.server.metrics import Metrics
 from tpuport.errors import UsageError
 
@@ -124,6 +131,94 @@ def test_what_fails_says_nothing_of_the_inside(
     assert "a secret" in capsys.readouterr().err
 
 
+def test_what_fails_behind_a_path_is_an_error_that_clients_read() -> None:
+    """Starlette's own answer is text."""
+    none: Any = None
+    own = httpx.ASGITransport(application(none), raise_app_exceptions=False)
+
+    async def asked() -> httpx.Response:
+        async with httpx.AsyncClient(transport=own, base_url="http://a") as client:
+            return await client.get("/ready")
+
+    answer = asyncio.run(asked())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
 def test_hosts_of_this_machine() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "::", "x.example", "")))
+
+
+async def _gives_much(scope: Any, receive: Any, send: Any) -> None:
+    """Answers without a look at the body: 200 parts of 64 KiB, or a few bytes."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    count = 200 if scope["path"] == "/much" else 1
+    part = {"type": "http.response.body", "body": bytes(1 << 16 if count > 1 else 9)}
+    for left in range(count - 1, -1, -1):
+        await send({**part, "more_body": left > 0})
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, Any]]:
+    """The port of a server that waits for half a second, and who is connected."""
+    monkeypatch.setattr(guard, "_PART", 0.5)
+    monkeypatch.setattr(guard, "_TAKEN", 0.5)
+    own: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_level": "critical"}
+    config = uvicorn.Config(_gives_much, http=PatientProtocol, **own)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        run = threading.Thread(target=server.run, args=([listening],))
+        run.start()
+        yield listening.getsockname()[1], server.server_state.connections
+        server.should_exit = True
+        run.join()
+
+
+def _stays(
+    connections: Any, client: socket.socket, *, reads: int, sends: bytes
+) -> bool:
+    """Whether a client is connected for 3 s that does little every 0.1 s."""
+    until = time.monotonic() + 3
+    while time.monotonic() < until and connections:
+        time.sleep(0.1)
+        with contextlib.suppress(OSError):
+            client.sendall(sends)
+            client.recv(reads) if reads else None
+    return bool(connections)
+
+
+@pytest.mark.parametrize(
+    ("begins", "reads", "sends"),
+    [
+        (b"", 0, b""),
+        (b"", 0, b"G"),  # a head, byte by byte
+        (b"GET /few HTTP/1.1\r\nHost: a\r\n\r\n", 0, b"G"),  # and a second head
+        (b"POST /few HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n\r\n", 0, b"x"),
+        (b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n", 0, b""),
+        (b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n", 1, b""),
+        (b"GET /much HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 1, b""),
+    ],
+)
+def test_a_client_that_only_drips_is_let_go(
+    connections: tuple[int, Any], begins: bytes, reads: int, sends: bytes
+) -> None:
+    """A wait of over a second: the server's own are half a second each."""
+    port, connected = connections
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.sendall(begins)
+        time.sleep(0.2)
+        assert not _stays(connected, client, reads=reads, sends=sends)
+
+
+def test_a_client_that_reads_steadily_gets_all(connections: tuple[int, Any]) -> None:
+    """More slowly than the server gives, and for longer than the server waits."""
+    port, _ = connections
+    size, began = 0, time.monotonic()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /much HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        while part := client.recv(1 << 17):
+            size += len(part)
+            time.sleep(0.01)
+    assert size > 200 << 16
+    assert time.monotonic() - began > 0.5

@@ -40,6 +40,27 @@ def test_jobs_run_in_order_and_one_that_ran_is_first_again(tmp_path: Path) -> No
     assert [one.id for one in jobs.queued("")] == ["a", "c"]
 
 
+def test_a_key_is_of_one_job_of_an_owner_until_the_job_is_gone(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs")
+
+    def asked(name: str, owner: str, once: str | None) -> bool:
+        own = Job(id=name, owner=owner, asked={}, once=once, body=name)
+        return jobs.add(own, 9)
+
+    assert asked("a", "", "k")
+    assert not asked("b", "", "k")
+    assert asked("c", "other", "k")
+    assert asked("d", "", "l")
+    assert asked("e", "", None)
+    assert asked("f", "", None)
+    found = jobs.once("", "k")
+    assert found is not None
+    assert (found.id, found.body) == ("a", "a")
+    assert jobs.once("nobody", "k") is None
+    jobs.delete("a")
+    assert asked("b", "", "k")
+
+
 def test_an_owner_sees_only_its_own_jobs(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs")
     for name in "abcd":

@@ -443,7 +443,8 @@ class PipelineFolder:
         Args:
             text: a class of diffusers, or a part of the name of a class that the
                 pipeline is known to take, such as ``ddim``; ``checkpoint`` for its own.
-                Values of the scheduler's config may follow: ``unipc:flow_shift=3``.
+                Values of the scheduler's config may follow: ``unipc:flow_shift=3``,
+                where ``flow_shift`` is also what schedulers have as ``shift``.
 
         Raises:
             UsageError: there is no such scheduler, or no such value in its config.
@@ -461,6 +462,8 @@ class PipelineFolder:
         options: dict[str, Any] = {}
         for item in rest.split(","):
             key, equals, value = (part.strip() for part in item.partition("="))
+            if key == "flow_shift" and key not in known and "shift" in known:
+                key = "shift"
             if not equals or key not in known:
                 hint = did_you_mean(key, known, f"it has {', '.join(known) or 'none'}")
                 raise UsageError(

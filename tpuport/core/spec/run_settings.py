@@ -244,7 +244,7 @@ class Asked:
         commands="GEJ",
     )
     image: str | None = what(
-        kinds.media, "--image FILE", "Start from this image.", commands="GEPCBJ"
+        kinds.media, "--image FILE", "Start from this image.", commands="GERPCBJ"
     )
     video: str | None = what(
         kinds.media, "--video FILE", "Start from this video, or folder of frames."
