@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from tpuport.cli.asked.environment import import_libraries, prepare
 from tpuport.cli.batches.local import Ended
 from tpuport.cli.batches.packs import Pack, run_dir
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
 from tpuport.core.files.atomic import one_line
-from tpuport.core.mesh.slices import Topology
+from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
 from tpuport.errors import TpuportError, UsageError, in_one_line
@@ -34,8 +35,9 @@ LOCAL = "local"
 
 #: Starts of replicas that may fail one after the other.
 _STARTS = 3
-#: Seconds between two looks at signals, and until a line says what is waited for.
-_LOOK, _LONG = 0.5, 60.0
+#: Seconds between two looks at signals, and until a line says what is waited for; a
+#: host answers in less.
+_LOOK, LONG = 0.5, 60.0
 #: Chips of the largest host, by the number of axes of the interconnect.
 _CHIPS = {2: 8, 3: 4}
 #: Bytes for objects in a cluster of this machine: requests are small.
@@ -97,32 +99,26 @@ class RayReplicas:
     """:class:`~tpuport.cli.batches.local.Replicas` on a cluster that is joined.
 
     Args:
-        count: of replicas.
-        topology: the slice of each; ``None`` for a CPU.
+        places: what each replica is placed by.
     """
 
     def __init__(
-        self,
-        ray: Any,
-        count: int,
-        topology: Topology | None,
-        debug: bool,
-        show: Display,
+        self, ray: Any, places: list[dict[str, Any]], debug: bool, show: Display
     ) -> None:
         self._ray, self._debug, self._show = ray, debug, show
-        self._options = [_options(topology) for _ in range(count)]
+        self._places = places
         self._actors: dict[int, Any] = {}
         self._idle: list[int] = []
         #: What is under way: the replica, and the requests that it has.
         self._calls: dict[Any, tuple[int, Pack | None]] = {}
         self._failed_starts = 0
         self._since, self._told = time.monotonic(), False
-        for number in range(count):
+        for number in range(len(places)):
             self._start(number)
 
     def _start(self, number: int) -> None:
         made = self._ray.remote(Replica).options(
-            max_restarts=0, max_task_retries=0, **self._options[number]
+            max_restarts=0, max_task_retries=0, **self._places[number]
         )
         self._actors[number] = actor = made.remote()
         self._calls[actor.start.remote(os.getcwd(), self._debug)] = (number, None)
@@ -146,7 +142,7 @@ class RayReplicas:
         """
         done, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=_LOOK)
         found = [self._ended(call) for call in done]
-        if not self._told and time.monotonic() > self._since + _LONG:
+        if not self._told and time.monotonic() > self._since + LONG:
             self._told = True
             self._show.say("no replica has started yet: the cluster has no room so far")
         return [ended for ended in found if ended is not None]
@@ -176,11 +172,7 @@ class RayReplicas:
         if pack is None:
             self._failed_starts += 1
             if self._failed_starts >= _STARTS:
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                raise TpuportError(
-                    f"replicas do not start: {one_line(lines[-1])}; is tpuport "
-                    "installed on every host of the cluster?"
-                ) from error
+                raise TpuportError(f"replicas do not start: {why_of(error)}") from error
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._actors[number])  # one that failed in its start
         self._start(number)
@@ -216,6 +208,31 @@ def _head(topology: Topology) -> str:
     return f"TPU-{chip}-{topology.name.partition('-')[2]}-head"
 
 
+def why_of(error: Exception) -> str:
+    """Why something of tpuport did not run on a host, in words."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{one_line(lines[-1])}; is tpuport installed on every host of the cluster?"
+
+
+def slice_of(
+    ray: str | None, replicas: int | None, topology: str | None
+) -> Topology | None:
+    """The slice of a replica that flags name.
+
+    Raises:
+        UsageError: the flags need ``--ray``, or there is no such slice of one host.
+    """
+    for name, value in (("replicas", replicas), ("topology", topology)):
+        if ray is None and value is not None:
+            raise UsageError(
+                f"--{name} {value}: replicas are of a Ray cluster; name it by --ray "
+                f"ADDRESS, or give --ray {LOCAL}"
+            )
+    found = None if topology is None else parse_topology(topology)
+    check_slice(found)
+    return found
+
+
 def check_slice(topology: Topology | None) -> None:
     """Refuse a slice of several hosts."""
     most = _CHIPS[len(topology.dims)] if topology else 0
@@ -236,11 +253,26 @@ def ray_replicas(
     *,
     debug: bool,
 ) -> Iterator[tuple[RayReplicas, int]]:
-    """Replicas on a cluster, which is started or joined, and how many.
+    """Replicas on a cluster, and how many; as :func:`joined`."""
+    with joined(address, count, topology, display, debug=debug) as (ray, places):
+        yield RayReplicas(ray, places, debug, display), len(places)
+
+
+@contextlib.contextmanager
+def joined(
+    address: str,
+    count: int | None,
+    topology: Topology | None,
+    display: Display,
+    *,
+    debug: bool,
+) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """Ray, once a cluster is started or joined, and what each actor is placed by.
 
     Args:
         address: such as ``"10.0.0.2:6379"``, or :data:`LOCAL`.
-        count: ``None`` for all slices of the cluster, or one CPU.
+        count: of actors; ``None`` for all slices of the cluster, or one CPU.
+        topology: the slice of each; ``None`` for a CPU.
 
     Raises:
         UsageError: there is no Ray, no such cluster, or no such slice in the cluster.
@@ -261,6 +293,7 @@ def ray_replicas(
                 log_to_driver=debug,
                 **given,
             )
+        signals.check()  # Ray has taken SIGTERM
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"--ray {address}: there is no cluster ({one_line(error)}); start one with "
@@ -278,7 +311,6 @@ def ray_replicas(
                     f"the resource {_head(topology)}"
                 )
             count = count or slices
-        number = count or 1
-        yield RayReplicas(ray, number, topology, debug, display), number
+        yield ray, [_options(topology) for _ in range(count or 1)]
     finally:
         ray.shutdown()

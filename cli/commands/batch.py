@@ -17,12 +17,12 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.driver import Batch
 from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Replicas, this_process
-from tpuport.cli.batches.ray_replicas import check_slice, ray_replicas
+from tpuport.cli.batches.ray_replicas import ray_replicas, slice_of
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import check_report, give_out, say
 from tpuport.core.files.stores import from_anywhere, local_of
 from tpuport.core.files.typed import read_text
-from tpuport.core.mesh.slices import Topology, parse_topology
+from tpuport.core.mesh.slices import Topology
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import read_value
@@ -76,11 +76,7 @@ def batch(
             raise UsageError(
                 "--report: is in the folder of the batch; put it elsewhere"
             )
-    found = None if topology is None else parse_topology(topology)
-    check_slice(found)
-    for name, value in (("replicas", replicas), ("topology", topology)):
-        if ray is None and value is not None:
-            raise UsageError(f"--{name} goes with --ray only")
+    found = slice_of(ray, replicas, topology)
     read_text(file, "file of requests")  # refused before there is a folder
     below = replace(settings, report=None, read_from=(*settings.read_from, file))
     with folder.held():

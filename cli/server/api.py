@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 
 from tpuport.cli.server.bodies import asked_of
 from tpuport.cli.server.dispatcher import READY, Dispatcher, video_name
-from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import (
     IMAGE,
     MOST_VIDEOS,
@@ -27,6 +26,7 @@ from tpuport.cli.server.fields import (
 )
 from tpuport.cli.server.guard import MOST_BODY
 from tpuport.cli.server.jobs import COMPLETED, FAILED, QUEUED, RUNNING, Job, new_id
+from tpuport.cli.server.messages import Refused
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.pictures import SHEET, THUMBNAIL
 from tpuport.cli.server.uploads import MOST_PIXELS, image_of, kept_image

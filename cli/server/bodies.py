@@ -11,9 +11,9 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from tpuport.cli.batches.requests import object_of
-from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import IMAGE, IMAGE_URL, of_text
 from tpuport.cli.server.guard import MOST_BODY
+from tpuport.cli.server.messages import Refused
 from tpuport.errors import TpuportError, in_one_line, quoted
 
 #: Bytes of JSON beside an image: to read more takes seconds.
