@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tpuport.cli.batches.ray_replicas import LONG, joined, why_of
+from tpuport.cli.batches.cluster import LONG, Place, Slice, joined, why_of
 from tpuport.cli.server.child import Line, make_videos
 from tpuport.cli.server.messages import Gone, Remark
-from tpuport.core.mesh.slices import Topology
 from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
@@ -62,7 +61,7 @@ class RayEngine:
         self,
         ray: Any,
         name: str,
-        place: dict[str, Any],
+        place: Place,
         hear: Callable[[Any], None],
         *,
         debug: bool,
@@ -113,29 +112,30 @@ class RayEngine:
 def ray_engines(
     address: str,
     count: int | None,
-    topology: Topology | None,
+    where: Slice,
     folder: Path,
     display: Display,
     *,
     debug: bool,
 ) -> Iterator[list[Callable[[Callable[[Any], None]], RayEngine]]]:
-    """What starts each engine on a cluster; as :func:`~.ray_replicas.joined`.
+    """What starts each engine on a cluster; as :func:`~.cluster.joined`.
 
     Args:
+        where: a slice of one host.
         folder: of the jobs.
 
     Raises:
         UsageError: as joined; or a host does not see the folder.
     """
-    with joined(address, count, topology, display, debug=debug) as (ray, places):
+    with joined(address, count, where, display, debug=debug) as (ray, places):
         with (
             display.timed("looking for --folder on all hosts"),
             tempfile.NamedTemporaryFile(dir=folder) as file,
         ):
-            _check_shared(ray, Path(file.name), "TPU" if topology else "CPU")
+            _check_shared(ray, Path(file.name), where.resource)
         yield [
             functools.partial(RayEngine, ray, f"replica {n}", place, debug=debug)
-            for n, place in enumerate(places, 1)
+            for n, (place,) in enumerate(places, 1)
         ]
 
 

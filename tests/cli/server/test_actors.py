@@ -16,6 +16,7 @@ import pytest
 from tests.cli.server.running import PATIENCE, until
 from tests.cli.tools import Cli
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.batches.cluster import Slice
 from tpuport.cli.batches.requests import Request, request_of
 from tpuport.cli.server.actors import RayEngine, _check_shared, ray_engines
 from tpuport.cli.server.messages import Ended, Gone, Make, Opened, Stop, Told
@@ -80,7 +81,7 @@ def test_an_actor_makes_stops_and_goes_on(
             pass
         return int(told.done)
 
-    with ray_engines("local", 2, None, tmp_path, Display(), debug=False) as (
+    with ray_engines("local", 2, Slice(), tmp_path, Display(), debug=False) as (
         first,
         second,
     ):
