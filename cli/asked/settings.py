@@ -286,7 +286,7 @@ def in_batch(setting: Setting) -> bool:
 #: What a request to a server says itself, or what goes with one file.
 _OF_A_REQUEST = (
     *("prompt", "prompt_file", "image", "video", "strength", "latents", "seed"),
-    *("out", "overwrite", "report", "batch_size"),
+    *("out", "overwrite", "report"),
 )
 
 

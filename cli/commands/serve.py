@@ -165,14 +165,17 @@ def _model_name(settings: Settings) -> str:
 
 def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> None:
     """Answer until a signal ends the server."""
+    import functools
+
     import uvicorn
 
     from tpuport.cli.server.api import Service, application
+    from tpuport.cli.server.child import MAKES
     from tpuport.cli.server.dispatcher import Dispatcher
     from tpuport.cli.server.guard import Guard, PatientProtocol, is_loopback
     from tpuport.cli.server.jobs import Jobs
     from tpuport.cli.server.metrics import Metrics
-    from tpuport.cli.server.worker import Checks
+    from tpuport.cli.server.worker import Checks, Worker
 
     # What is wrong in a form, its client is told.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
@@ -185,6 +188,7 @@ def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> 
         )
     made = Dispatcher(
         *(jobs, folder, below, asked.shapes),
+        engines=[functools.partial(Worker, MAKES, debug=below.debug)],
         keep=asked.keep,
         checks=Checks(debug=below.debug),
         metrics=metrics,

@@ -55,28 +55,11 @@ class Engine:
         self._open = None
         self._closing.close()
 
-    def make(
-        self, settings: Settings, digest: str, preview: Path | None = None
-    ) -> RunReport:
-        """Make the videos of a request, or go on with them from a checkpoint.
-
-        Args:
-            settings: with the place of the videos, and a run directory, which is
-                removed when the videos are there.
-            digest: of the request, for the sidecars.
-            preview: a file for frames while steps run; ``None`` for none.
-
-        Raises:
-            TpuportError: the request is wrong, or cannot be made.
-        """
-        assert settings.run_dir is not None
-        return self.make_pack([(settings, digest)], settings.run_dir, preview)
-
     def make_pack(
         self,
         requests: Sequence[tuple[Settings, str]],
         folder: Path,
-        preview: Path | None = None,
+        previews: Sequence[Path] = (),
     ) -> RunReport:
         """Make the videos of several requests in one call, or go on with the call.
 
@@ -86,7 +69,8 @@ class Engine:
                 places alone; each has a prompt, and all or none a negative one.
             folder: the run directory, which is removed when all videos are there. The
                 videos of a request appear together, those of the first request first.
-            preview: a file for frames while steps run; ``None`` for none.
+            previews: a file of each video for its frames while steps run, which may
+                share some; empty for none.
 
         Raises:
             TpuportError: a request is wrong, or the call cannot be made.
@@ -94,7 +78,7 @@ class Engine:
         if here().first:
             _wait_for(folder)
         try:
-            report = self._made(requests, folder, preview)
+            report = self._made(requests, folder, previews)
         except WriteError:
             raise
         except ArtifactError:
@@ -102,7 +86,7 @@ class Engine:
             if not folder.exists() or holder(folder) is not None or not here().first:
                 raise
             shutil.rmtree(folder)
-            report = self._made(requests, folder, preview)
+            report = self._made(requests, folder, previews)
         if here().first:
             shutil.rmtree(folder, ignore_errors=True)
         return report
@@ -111,7 +95,7 @@ class Engine:
         self,
         requests: Sequence[tuple[Settings, str]],
         run_dir: Path,
-        preview: Path | None,
+        previews: Sequence[Path],
     ) -> RunReport:
         started = time.perf_counter()
         named = [(with_model(settings), digest) for settings, digest in requests]
@@ -119,7 +103,7 @@ class Engine:
         settings = replace(_together(named[0][0], wanted), run_dir=run_dir)
         folder = find(settings, self._reporter)
         run = VideoRun.prepared(settings, folder, self._reporter, wanted=wanted)
-        run.request, run.preview = named[0][1], preview
+        run.request, run.previews = named[0][1], tuple(previews)
         outputs = []
         if here().first:
             outputs = [run.outputs_of(asked, _count(asked)) for asked, _ in named]

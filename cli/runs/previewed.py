@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def previewed(
     journal: Journal,
     *,
     cache: Path,
-    file: Path,
+    files: Sequence[Path],
     reporter: Reporter,
     load: Callable[[str], None],
     tape: Tape | None,
@@ -41,14 +41,15 @@ def previewed(
 
     Args:
         cache: the cache folder, for the colours of an autoencoder's latents.
-        file: for frames, where the terminal shows no pictures; removed at the end.
+        files: of each video of the call, for its frames, where the terminal shows no
+            pictures; removed at the end. Videos may share one.
         load: gives a component its weights.
         tape: what it gives back is not shown.
     """
     preview = Preview(pipeline, arguments, journal, cache / "previews")
     draw = drawing_here()
-    new = missing(file.parent)
-    show: Callable[[np.ndarray], None] = _InFile(file, reporter)
+    new = [folder for file in files for folder in missing(file.parent)]
+    show: Callable[[np.ndarray], None] = _InFiles(files, reporter)
     if draw is not None:
         show = functools.partial(_in_terminal, draw, reporter)
 
@@ -60,7 +61,8 @@ def previewed(
             yield
     finally:
         if draw is None:
-            file.unlink(missing_ok=True)
+            for file in files:
+                file.unlink(missing_ok=True)
             remove_empty(new)
 
 
@@ -70,18 +72,23 @@ def _in_terminal(draw: Draw, reporter: Reporter, frames: np.ndarray) -> None:
     reporter.picture(draw(picture, place), place.rows)
 
 
-class _InFile:
+class _InFiles:
     """Puts each picture in the place of the one before."""
 
-    def __init__(self, file: Path, reporter: Reporter) -> None:
-        self._file, self._reporter, self._told = file, reporter, False
+    def __init__(self, files: Sequence[Path], reporter: Reporter) -> None:
+        self._files, self._reporter, self._told = files, reporter, False
 
     def __call__(self, frames: np.ndarray) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(self._file, png_of(picture_of(frames)))
+        parts = np.array_split(frames, len(self._files))
+        videos = list(zip(self._files, parts, strict=True))
+        for file in dict.fromkeys(self._files):
+            own = np.concatenate([part for whose, part in videos if whose == file])
+            picture = picture_of(own)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_bytes(file, png_of(picture))
         if not self._told:
             self._told = True
-            self._reporter.say(f"preview: {self._file}")
+            self._reporter.say(f"preview: {self._files[0]}")
 
 
 def preview_file(video: Path) -> Path:

@@ -151,7 +151,8 @@ class VideoRun(PipelineCall):
             before it is called, the step cache, and what looks at the calls.
         kept: the run's folder; ``None`` to keep nothing.
         until: the stage to end with.
-        preview: a file for frames while steps run; ``None`` for none.
+        previews: files for frames while steps run: one, or one for each video, which
+            may share some; empty for none.
         request: the digest of a request of a batch; empty for none.
     """
 
@@ -170,7 +171,7 @@ class VideoRun(PipelineCall):
     inspection: Inspection | None = None
     kept: PipelineRun | None = None
     until: StageName | None = None
-    preview: Path | None = None
+    previews: tuple[Path, ...] = ()
     request: str = ""
 
     @classmethod
@@ -313,7 +314,7 @@ class VideoRun(PipelineCall):
             place = outputs.paths[0] if outputs else kept.path / "denoise"
             if isinstance(place, StorePath):
                 place = kept.path / place.name
-            self.preview = preview_file(place)
+            self.previews = (preview_file(place),)
         self.reporter.say(self._in_words())
         if until is not None and kept is not None and kept.finished(until):
             self.reporter.say(f"{until}: finished in {kept.path}, reused")
@@ -448,12 +449,12 @@ class VideoRun(PipelineCall):
                     checkpoints = stack.enter_context(
                         Checkpoints(tape, folder, every, self.reporter)
                     )
-            if self.preview is not None:
+            if self.previews:
                 assert self.settings.cache_dir is not None
                 showing = previewed(
                     *(self.pipeline, given, self.journal),
                     cache=self.settings.cache_dir,
-                    file=self.preview,
+                    files=self._shown(self.together()[index]),
                     reporter=self.reporter,
                     load=self.load,
                     tape=tape,
@@ -476,6 +477,13 @@ class VideoRun(PipelineCall):
         if inspection is None:
             return output, drive.reports
         return output, inspection.ended(drive.reports)
+
+    def _shown(self, numbers: range) -> list[Path]:
+        """The file of each video of a call for its frames."""
+        if len(self.previews) == 1:
+            return [*self.previews] * len(self.in_call(numbers))
+        files = [self.previews[number] for number in numbers]
+        return files + files[-1:] * (len(self.in_call(numbers)) - len(files))
 
     def _own(self, numbers: range) -> dict[str, Any]:
         """The keywords of a call that are its videos' own; several are in lists."""

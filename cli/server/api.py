@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from tpuport.cli.server.bodies import asked_of
-from tpuport.cli.server.dispatcher import READY, Dispatcher, video_name
+from tpuport.cli.server.dispatcher import Dispatcher
 from tpuport.cli.server.fields import (
     IMAGE,
     MOST_VIDEOS,
@@ -26,10 +26,10 @@ from tpuport.cli.server.fields import (
 )
 from tpuport.cli.server.guard import MOST_BODY
 from tpuport.cli.server.jobs import COMPLETED, FAILED, QUEUED, RUNNING, Job, new_id
-from tpuport.cli.server.messages import Refused
+from tpuport.cli.server.messages import SHEET, THUMBNAIL, Refused
 from tpuport.cli.server.metrics import Metrics
-from tpuport.cli.server.pictures import SHEET, THUMBNAIL
 from tpuport.cli.server.uploads import MOST_PIXELS, image_of, kept_image
+from tpuport.cli.server.work import READY, video_name
 from tpuport.core.files.sealed_json import sidecar_path
 from tpuport.errors import TpuportError, in_one_line, quoted
 
@@ -77,15 +77,17 @@ class Service:
 
     def shown(self, job: Job) -> dict[str, Any]:
         """A job as clients read it."""
-        asked, result, live = job.asked, job.result, self.dispatcher.live
-        live = live if live is not None and live.job == job.id else None
-        total, step = asked["steps"] * len(asked["seeds"]), 0
+        asked, result = job.asked, job.result
+        live, videos = self.dispatcher.work_of(job.id), len(job.asked["seeds"])
+        total, step = asked["steps"] * videos, 0
         if live is not None:
-            total, step = live.steps * live.videos, live.done
+            total, step = live.steps * videos, live.done_of(videos)
         progress = min(int(100 * step / max(total, 1)), 99)
         if job.status == COMPLETED:
             step, progress = total, 100
-        preview = job.status == RUNNING and self.dispatcher.preview(job.id).exists()
+        preview = (
+            job.status == RUNNING and self.dispatcher.files.preview(job.id).exists()
+        )
         return {
             "id": job.id,
             "object": "video",
@@ -145,7 +147,7 @@ class Service:
             raise Refused(503, why)
         if self.dispatcher.jobs.count(QUEUED) >= self.queue:
             raise Refused(429, f"{self.queue} jobs wait already; ask again later")
-        if shutil.disk_usage(self.dispatcher.folder).free < FREE:
+        if shutil.disk_usage(self.dispatcher.files.folder).free < FREE:
             raise Refused(507, "the disk of the server is full")
 
     def add(self, given: dict[str, Any], image: Any, owner: str) -> Job:
@@ -172,7 +174,7 @@ class Service:
             if not made.jobs.add(job, self.queue):
                 raise Refused(429, f"{self.queue} jobs wait already; ask again later")
         except BaseException:
-            shutil.rmtree(made.place(name), ignore_errors=True)
+            shutil.rmtree(made.files.place(name), ignore_errors=True)
             raise
         made.wake()
         return self.job(name, owner)
@@ -186,11 +188,11 @@ class Service:
             data = (
                 image if isinstance(image, bytes) else image_of(image, urls=self.urls)
             )
-            values["image"] = str(kept_image(data, made.place(name)))
+            values["image"] = str(kept_image(data, made.files.place(name)))
         elif made.image == "required":
             raise Refused(400, f"{IMAGE}: is missing; {self.model} needs one", IMAGE)
         try:
-            requests = made.requests(name, values, wanted.seeds)
+            requests = made.files.requests(name, values, wanted.seeds)
         except TpuportError as error:
             raise Refused(400, self._told(name, in_one_line(error))) from error
         found = made.checks.check(requests[0].settings)
@@ -211,7 +213,7 @@ class Service:
 
     def _told(self, name: str, text: str) -> str:
         """An error without the places of files of this machine."""
-        return text.replace(f"{self.dispatcher.place(name)}/", "")
+        return text.replace(f"{self.dispatcher.files.place(name)}/", "")
 
     def content(self, job: Job, variant: str, index: int) -> tuple[Path, str]:
         """A file of a job, and what it is.
@@ -226,7 +228,7 @@ class Service:
             )
         kind, ending = _VARIANTS[variant]
         if variant == "preview":
-            file = self.dispatcher.preview(job.id)
+            file = self.dispatcher.files.preview(job.id)
             if not file.exists():
                 raise Refused(404, f"{job.id} has no preview now")
             return file, kind
@@ -237,7 +239,7 @@ class Service:
         if not 0 <= index < len(job.asked["seeds"]):
             count = len(job.asked["seeds"])
             raise Refused(400, f"index: {index} is none of 0 to {count - 1}", "index")
-        file = self.dispatcher.place(job.id) / video_name(index)
+        file = self.dispatcher.files.place(job.id) / video_name(index)
         if variant == "sidecar":
             file = sidecar_path(file)
         return file.with_suffix(ending) if ending else file, kind
@@ -260,6 +262,7 @@ class Service:
             },
             "loras": sorted(self.limits.loras),
             "queue": {"queued": made.jobs.count(QUEUED), "limit": self.queue},
+            "engines": {"ready": made.engines_ready, "limit": len(made.slots)},
         }
 
 
@@ -313,8 +316,9 @@ def _add_looks(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        jobs = service.dispatcher.jobs
-        text = service.metrics.text(jobs.count(QUEUED), jobs.count(RUNNING))
+        made = service.dispatcher
+        counts = made.jobs.count(QUEUED), made.jobs.count(RUNNING), made.engines_ready
+        text = service.metrics.text(*counts)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import io
 import os
 import queue
 import signal
@@ -20,7 +21,12 @@ from typing import Any, NoReturn
 
 from tpuport.cli.asked.environment import import_libraries, prepare
 from tpuport.cli.batches.folder import BatchFolder
+from tpuport.cli.batches.packs import run_dir
+from tpuport.cli.batches.requests import Request
 from tpuport.cli.server.messages import (
+    PREVIEW,
+    SHEET,
+    THUMBNAIL,
     Check,
     Checked,
     Ended,
@@ -30,14 +36,18 @@ from tpuport.cli.server.messages import (
     Stop,
     Told,
 )
-from tpuport.cli.server.pictures import write_pictures
 from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
+from tpuport.core.enums import StageName
+from tpuport.core.files.atomic import atomic_write_bytes
+from tpuport.core.files.sources import read_video
 from tpuport.core.reports import CompileReport, Reporter, RunReport
 from tpuport.errors import in_one_line
 from tpuport.kernels.attention.choice import AttentionChoice
 
 MAKES, CHECKS = "makes", "checks"
+#: Pixels of a picture's longer side, and frames of a sheet and of a row of it.
+_SIDE, _FRAMES, _ROW = 320, 16, 4
 
 
 def run(connection: Connection, role: str, debug: bool) -> None:
@@ -127,7 +137,7 @@ class _Events(Reporter):
     def __init__(self, line: Line) -> None:
         self._line = line
         self._said: deque[str] = deque(maxlen=100)
-        self.job, self.video, self.stage = "", 0, ""
+        self.job, self.call, self.stage = "", 0, ""
 
     @property
     def stopped(self) -> set[str]:
@@ -147,7 +157,7 @@ class _Events(Reporter):
 
     def _tell(self, what: str, **more: Any) -> None:
         self.mind()
-        about = Told(job=self.job, what=what, video=self.video, **more)
+        about = Told(job=self.job, what=what, call=self.call, **more)
         self._line.send(about)
 
     def say(self, text: str) -> None:
@@ -184,25 +194,61 @@ class _Events(Reporter):
 
 
 def _made(engine: Any, events: _Events, make: Make) -> Ended:
-    """Make the videos of a job."""
-    events.job, events.video = make.job, 0
-    folder = BatchFolder(make.folder)
+    """Make the videos of a job, or of several."""
+    events.job, events.call = make.job, 0
     reports: list[RunReport] = []
     try:
-        for events.video, request in enumerate(make.requests):
+        for events.call, pack in enumerate(make.packs):
             events.mind()
-            if folder.finished(request) is None:
-                given = (request.settings, request.digest, make.preview)
-                reports.append(engine.make(*given))
-            (video,) = request.paths
-            assert isinstance(video, Path)
-            write_pictures(video)
+            if not all(map(_is_there, pack)):
+                given = [(one.settings, one.digest) for one in pack]
+                shown = [_video(one).with_name(PREVIEW) for one in pack]
+                reports.append(engine.make_pack(given, run_dir(pack), shown))
+            for one in pack:
+                _write_pictures(_video(one))
     except Exception as error:
         if make.job in events.stopped:
             return Ended(job=make.job, stopped=True)
         why = in_one_line(error) or type(error).__name__
         return Ended(job=make.job, error=why, passes=may_pass(error))
-    return Ended(job=make.job, result=_result(reports))
+    denoise = tuple(
+        sum(s.total_seconds for s in report.stages if s.stage == StageName.DENOISE)
+        for report in reports
+    )
+    return Ended(job=make.job, result=_result(reports), denoise=denoise)
+
+
+def _video(request: Request) -> Path:
+    (video,) = request.paths
+    assert isinstance(video, Path)
+    return video
+
+
+def _is_there(request: Request) -> bool:
+    """Whether the video of a request is."""
+    return BatchFolder(_video(request).parent).finished(request) is not None
+
+
+def _write_pictures(video: Path) -> None:
+    """Write ``fox.webp`` and ``fox.jpg`` beside ``fox.mp4``: a frame, and a sheet."""
+    from PIL import Image
+
+    frames = read_video(str(video))
+    count = min(len(frames), _FRAMES)
+    last = max(count - 1, 1)
+    taken = [frames[round(n * (len(frames) - 1) / last)].copy() for n in range(count)]
+    for frame in taken:
+        frame.thumbnail((_SIDE, _SIDE))
+    across = min(count, _ROW)
+    width, height = taken[0].size
+    sheet = Image.new("RGB", (width * across, height * -(-count // across)))
+    for number, frame in enumerate(taken):
+        row, column = divmod(number, across)
+        sheet.paste(frame, (column * width, row * height))
+    for ending, picture in ((THUMBNAIL, taken[0]), (SHEET, sheet)):
+        file = io.BytesIO()
+        picture.save(file, {THUMBNAIL: "webp", SHEET: "jpeg"}[ending], quality=85)
+        atomic_write_bytes(video.with_suffix(ending), file.getvalue())
 
 
 def _result(reports: list[RunReport]) -> dict[str, Any]:

@@ -1,34 +1,44 @@
-"""Gives the engine one job after the other, and keeps what is known of each."""
+"""Gives engines one job after the other, and keeps what is known of each."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import shutil
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.batches.requests import Request, request_of
-from tpuport.cli.server.child import MAKES
-from tpuport.cli.server.fields import Shape
+from tpuport.cli.batches.requests import Request
+from tpuport.cli.server.fields import Batch, Shape
 from tpuport.cli.server.jobs import Job, Jobs
 from tpuport.cli.server.messages import (
     Ended,
     Gone,
-    Make,
     Opened,
     Remark,
-    Stop,
     Told,
 )
 from tpuport.cli.server.metrics import Metrics
-from tpuport.cli.server.worker import Checks, Worker
+from tpuport.cli.server.work import (
+    COMPILING,
+    FAILED,
+    LOADING,
+    READY,
+    Files,
+    MakeEngine,
+    Slot,
+    Warm,
+    Work,
+    in_calls,
+    is_begun,
+    sizes_up_to,
+)
+from tpuport.cli.server.worker import Checks
 from tpuport.cli.shown.output import say
-from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.errors import TpuportError
 
@@ -36,66 +46,21 @@ from tpuport.errors import TpuportError
 TRIES = 3
 #: Steps of the video that a shape is compiled with: a first, a last and one between.
 WARM_STEPS = 3
-#: What the engine makes for no job.
+#: What an engine makes for no job.
 _WARM = "warm"
-#: Seconds between two looks at what expires, and in which a running job is kept.
+#: Seconds between two looks at what expires, and in which running jobs are kept.
 _SWEEP, _PATIENCE = 5.0, 20.0
-
-LOADING, COMPILING, READY, FAILED = "loading", "compiling", "ready", "failed"
-
-
-@dataclass
-class Live:
-    """How far the job under way is.
-
-    Attributes:
-        steps: of one video.
-        first, last: when steps number ``first_step`` and ``step`` had ended.
-    """
-
-    job: str
-    steps: int
-    videos: int
-    what: str = LOADING
-    video: int = 0
-    step: int = 0
-    first_step: int = 0
-    first: float = 0.0
-    last: float = 0.0
-
-    def heard(self, told: Told) -> None:
-        """Note what the engine tells."""
-        if told.video != self.video:
-            self.video, self.step, self.first = told.video, 0, 0.0
-        self.what = told.what
-        if told.what == StageName.DENOISE and told.done:
-            self.steps, self.step, self.last = told.total, told.done, time.monotonic()
-            if not self.first or told.done <= self.first_step:
-                self.first, self.first_step = self.last, told.done
-
-    @property
-    def done(self) -> int:
-        """Steps of all videos."""
-        return self.video * self.steps + self.step
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Of the steps; ``None`` until two of them were timed."""
-        if self.step <= self.first_step or not self.first:
-            return None
-        each = (self.last - self.first) / (self.step - self.first_step)
-        left = each * (self.steps * self.videos - self.done)
-        return round(max(left - (time.monotonic() - self.last), 0.0), 2)
 
 
 class Dispatcher:
-    """Owns the engine: one thread, which hears of everything in one queue.
+    """Owns the engines: one thread, which hears of everything in one queue.
 
     Args:
         jobs: the file of jobs.
         folder: where each job has a folder of its own.
         below: what the flags of the server say.
         shapes: those asked for; empty for the default of the model.
+        engines: each starts one, and another one when it is lost.
         keep: seconds that a job and its files are kept for.
         checks: refuse what cannot be made.
     """
@@ -107,24 +72,24 @@ class Dispatcher:
         below: Settings,
         shapes: list[Shape],
         *,
+        engines: Sequence[MakeEngine],
         keep: float,
         checks: Checks,
         metrics: Metrics,
     ) -> None:
-        self.jobs, self.folder, self.below = jobs, folder, below
+        self.jobs, self.below = jobs, below
+        self.files = Files(folder, below)
         self.shapes, self.keep, self.metrics = shapes, keep, metrics
         self.checks = checks
         self.status, self.error = LOADING, ""
         self.image: bool | str = False
         self.defaults: dict[str, Any] = {}
-        self.live: Live | None = None
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._engine: Worker | None = None
-        self._opened = False
-        self._busy = ""  # the job or the shape that the engine has
-        self._warming: Shape | None = None
-        self._last_was_job = False
-        self._lost = 0  # engines, in a row, without a job
+        self._inbox: queue.SimpleQueue[tuple[Slot | None, Any]] = queue.SimpleQueue()
+        self.slots = [
+            Slot(number, make, self._inbox.put) for number, make in enumerate(engines)
+        ]
+        self._waiting: list[Warm] = []  # for one engine; each makes the first shape
+        self._alone: set[str] = set()  # jobs that share no call any more
         self._closing = False
         self._swept = 0.0
         self._thread = threading.Thread(target=self._run, name="tpuport-jobs")
@@ -133,68 +98,55 @@ class Dispatcher:
 
     def start(self) -> None:
         """Begin; what ran when the last server ended goes on first."""
-        self.jobs.again()
-        self._remove_unknown()
+        self.jobs.recover()
+        self.files.remove_unknown(self.jobs)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the engine; a running job is kept and goes on with the next server."""
+        """Stop the engines; running jobs are kept and go on with the next server."""
         self._closing = True
         self.checks.close()
-        self._inbox.put(None)
+        self.wake()
         self._thread.join()
-        if self._engine is not None:
-            self._engine.close()
+        for slot in self.slots:
+            slot.close()
 
     def wake(self) -> None:
         """There is a new job."""
-        self._inbox.put(None)
+        self._inbox.put((None, None))
 
     def deleted(self, name: str) -> None:
         """A job is gone: stop it, and remove its files."""
-        self._inbox.put(name)
+        self._inbox.put((None, name))
 
-    def place(self, name: str) -> Path:
-        """The folder of a job."""
-        return self.folder / "jobs" / name
+    @property
+    def engines_ready(self) -> int:
+        """Engines that take jobs."""
+        return sum(slot.ready for slot in self.slots)
 
-    def preview(self, name: str) -> Path:
-        """Where the newest preview of a running job is."""
-        return self.place(name) / "preview.png"
-
-    def requests(
-        self, name: str, values: dict[str, Any], seeds: list[int]
-    ) -> list[Request]:
-        """The videos of a job.
-
-        Raises:
-            TpuportError: a value is wrong.
-        """
-        found = []
-        for number, seed in enumerate(seeds):
-            own = {**values, "seed": seed, "out": video_name(number)}
-            given = (own, "request", self.place(name), self.below)
-            request = request_of(number, *given)
-            run_dir = self.place(name) / f"run-{number}"
-            settings = replace(request.settings, run_dir=run_dir)
-            found.append(replace(request, settings=settings))
-        return found
+    def work_of(self, name: str) -> Work | None:
+        """The work that a running job is part of."""
+        at_work = (slot.work for slot in self.slots)
+        return next((w for w in at_work if w is not None and name in w.jobs), None)
 
     # --- the thread
 
     def _run(self) -> None:
         try:
-            self._start_engine()
+            for slot in self.slots:
+                slot.start()
             self._look_at_shapes()
             while not self._closing:
-                self._give()
+                for slot in self.slots:
+                    self._give(slot)
+                self._settle()
                 with contextlib.suppress(queue.Empty):
-                    self._hear(self._inbox.get(timeout=1.0))
+                    self._hear(*self._inbox.get(timeout=1.0))
                 if time.monotonic() > self._swept + _SWEEP:
                     self._swept = time.monotonic()
                     for name in self.jobs.expired():
                         self.jobs.delete(name)
-                        self._remove(name)
+                        self.files.remove(name)
             self._stop()
         except Exception as error:
             if not self._closing:
@@ -207,19 +159,23 @@ class Dispatcher:
         self.status, self.error = FAILED, why
         say(f"error: {why}")
 
-    def _start_engine(self) -> None:
-        self._opened = False
-        hear = self._inbox.put
-        self._engine = Worker(MAKES, hear, debug=self.below.debug)
+    def _settle(self) -> None:
+        """Find what clients are told of the engines."""
+        if self.status == FAILED:
+            return
+        compiling = any(slot.work and not slot.warm for slot in self.slots)
+        self.status = COMPILING if compiling else LOADING
+        if self.engines_ready:
+            self.status = READY
 
     def _look_at_shapes(self) -> None:
         """Find the size, frames and steps that stand for what is not said."""
         asked = self.shapes or [Shape(None, None, None)]
         for number, shape in enumerate(asked):
-            request = self._warm_request(shape, {})
+            request = self._warm_request(shape)
             found = self.checks.check(request.settings)
-            image = self._picture(shape, found.facts)
-            with_image = self._warm_request(shape, {"image": str(image)})
+            image = self.files.picture(_WARM, shape, found.facts)
+            with_image = self._warm_request(shape, image=str(image))
             taken = self.checks.check(with_image.settings)
             if found.error and taken.error:
                 if number == 0:
@@ -239,193 +195,286 @@ class Dispatcher:
                     "num_inference_steps": facts["steps"],
                     "seed": self.below.seed[0],
                 }
+        self.files.remove(_WARM)
         self.shapes = asked
+        self._waiting = [Warm(shape) for shape in asked[1:] if shape.state != FAILED]
+        if self.image != "required":  # what has an image shares no call
+            sizes = sizes_up_to(self.below.batch_size or 1)
+            self._waiting += [Warm(shape, size) for shape in asked for size in sizes]
 
-    def _warm_request(self, shape: Shape, more: dict[str, Any]) -> Request:
+    def _warm_request(self, shape: Shape, **more: Any) -> Request:
+        (request,) = self._warm_requests(_WARM, shape, 1, **more)
+        return request
+
+    def _warm_requests(
+        self, name: str, shape: Shape, count: int, **more: Any
+    ) -> list[Request]:
         values: dict[str, Any] = {"prompt": PROMPT, **more}
         if shape.size:
             values["size"] = shape.size
         if shape.num_frames:
             values["num_frames"] = shape.num_frames
-        (request,) = self.requests(_WARM, values, [self.below.seed[0]])
-        return request
+        first = self.below.seed[0]
+        return self.files.requests(name, values, range(first, first + count))
 
-    def _picture(self, shape: Shape, facts: dict[str, Any]) -> Path:
-        """An image to compile with, as large as a frame."""
-        from PIL import Image
-
-        sides = shape.width or facts.get("width"), shape.height or facts.get("height")
-        size = (sides[0] or 720, sides[1] or 480)
-        file = self.place(_WARM) / "image.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.linear_gradient("L").resize(size).convert("RGB").save(file)
-        return file
-
-    def _give(self) -> None:
-        """Give the engine what is next: a job, or after each job a shape."""
-        if not self._opened or self._busy or self.status == FAILED:
+    def _give(self, slot: Slot) -> None:
+        """Give an engine what is next: a job, or after each job a shape."""
+        if not slot.opened or slot.work or slot.failed or self.status == FAILED:
             return
-        waiting = next((s for s in self.shapes if s.state == "waiting"), None)
-        first = waiting is not None and waiting is self.shapes[0]
+        if not slot.warm:
+            self._compile(slot, Warm(self.shapes[0]))
+            return
+        waiting = next((w for w in self._waiting if self._can_compile(w)), None)
         job = None
-        if not first and not (waiting and self._last_was_job):
-            job = self.jobs.next()
+        if not (waiting and slot.last_was_job):
+            job = self.jobs.oldest()
         if job is not None:
-            self._last_was_job = True
-            self._begin(job)
+            slot.last_was_job = True
+            self._begin(slot, job)
         elif waiting is not None:
-            self._last_was_job = False
-            self._compile(waiting)
+            slot.last_was_job = False
+            self._waiting.remove(waiting)
+            self._compile(slot, waiting)
 
-    def _compile(self, shape: Shape) -> None:
-        shape.state, self._warming, self._busy = COMPILING, shape, _WARM
-        if shape is self.shapes[0]:
-            self.status = COMPILING
-        more = {}
+    def _can_compile(self, warm: Warm) -> bool:
+        return warm.shape.state == ("waiting" if warm.size == 1 else "ready")
+
+    def _compile(self, slot: Slot, warm: Warm) -> None:
+        shape, name, more = warm.shape, f"{_WARM}-{slot.number}", {}
+        if shape.state == "waiting":
+            shape.state = COMPILING
         if self.image == "required":
-            more["image"] = str(self._picture(shape, {}))
-        request = self._warm_request(shape, more)
+            more["image"] = str(self.files.picture(name, shape, {}))
+        # One alone and several in turns: a second time all is compiled.
+        turns = (1, warm.size) * 2 if warm.size > 1 else (1,)
         steps = min(self.defaults["num_inference_steps"], WARM_STEPS)
-        settings = replace(request.settings, num_inference_steps=steps)
-        self._send(_WARM, [replace(request, settings=settings)])
+        left = [
+            replace(one, settings=replace(one.settings, num_inference_steps=steps))
+            for one in self._warm_requests(name, shape, sum(turns), **more)
+        ]
+        packs = tuple(tuple(left.pop() for _ in range(turn)) for turn in turns)
+        self.files.place(name).mkdir(parents=True, exist_ok=True)
+        slot.give(Work(name, packs, warm=warm))
 
-    def _begin(self, job: Job) -> None:
-        asked = job.asked
+    def _begin(self, slot: Slot, job: Job) -> None:
         try:
-            requests = self.requests(job.id, asked["values"], asked["seeds"])
-            if [one.digest for one in requests] != asked["digests"]:
-                raise TpuportError(
-                    "the server was started again with other settings, by which the "
-                    "video would be another one; ask for it again"
-                )
+            own = self._requests_of(job)
         except TpuportError as error:
-            self.jobs.ended(job.id, self.keep, error=one_line(error))
-            self.metrics.ended("failed")
+            self._end(job.id, error=one_line(error))
             return
-        self._busy = job.id
-        self.live = Live(job.id, asked["steps"], len(requests))
-        self._send(job.id, requests)
+        alike = [job] if self._is_alone(job) else self._alike(job, own)
+        requests = [one for each in alike for one in self._requests_of(each)]
+        sizes = () if self._is_alone(job) else self._sizes(job)
+        names = tuple(one.id for one in alike)
+        for name in names:
+            self.files.place(name).mkdir(parents=True, exist_ok=True)
+        if self._is_alone(job):
+            self.files.remove_calls(job.id)
+        self.jobs.begin(names)
+        packs = in_calls(requests, sizes)
+        slot.give(Work(job.id, packs, names, steps=job.asked["steps"]))
 
-    def _send(self, name: str, requests: list[Request]) -> None:
-        place = self.place(name)
-        place.mkdir(parents=True, exist_ok=True)
-        # Also to compile with: previews find their colours once.
-        preview, videos = self.preview(name), tuple(requests)
-        make = Make(job=name, folder=place, requests=videos, preview=preview)
-        assert self._engine is not None
-        self._engine.send(make)
+    def _requests_of(self, job: Job) -> list[Request]:
+        """The videos of a job.
 
-    def _hear(self, message: Any) -> None:
-        if isinstance(message, Opened):
-            self._opened = True
-            if self.status == LOADING and self._first_ready():
-                self.status = READY
+        Raises:
+            TpuportError: the flags of the server make others of them.
+        """
+        asked = job.asked
+        requests = self.files.requests(job.id, asked["values"], asked["seeds"])
+        if [one.digest for one in requests] != asked["digests"]:
+            raise TpuportError(
+                "the server was started again with other settings, by which the "
+                "video would be another one; ask for it again"
+            )
+        return requests
+
+    # --- several videos in one call
+
+    def _is_alone(self, job: Job) -> bool:
+        """Whether a job shares no call: others may not suffer for it any more."""
+        one = (self.below.batch_size or 1) == 1
+        return one or job.id in self._alone or not self._may_cost(job)
+
+    def _sizes(self, job: Job) -> list[int]:
+        """Numbers of videos of the job's shape that pay in one call."""
+        size, frames = job.asked["size"], job.asked["num_frames"]
+        own = (s for s in self.shapes if (s.size, s.num_frames) == (size, frames))
+        return [b.videos for shape in own for b in shape.batches if b.pays]
+
+    def _alike(self, job: Job, own: list[Request]) -> list[Job]:
+        """A job, and those of its owner that one call makes with it."""
+        most, sizes = self.below.batch_size or 1, self._sizes(job)
+        found, videos, chosen = [job], [*own], [job]
+        if own[0].alone:
+            return chosen
+        for other in self.jobs.queued(job.owner):
+            if other.number <= job.number or self._is_alone(other):
+                continue
+            try:
+                more = self._requests_of(other)
+            except TpuportError:  # told of when it is the other's turn
+                continue
+            if more[0].alike == own[0].alike and len(videos) + len(more) <= most:
+                found.append(other)
+                videos += more
+                if is_begun(tuple(videos)):
+                    return found
+                if len(videos) in sizes:
+                    chosen = [*found]
+        return chosen
+
+    def _apart(self, work: Work, why: str) -> None:
+        """Let the jobs of a call that failed be made one by one."""
+        say(f"{', '.join(work.jobs)}: not in one call ({why}); each made alone")
+        self._alone.update(work.jobs)
+        for name in work.jobs:
+            self._again(name)
+
+    # --- what engines tell
+
+    def _hear(self, slot: Slot | None, message: Any) -> None:
+        if slot is None:
+            if message is not None:
+                self._stop_deleted(message)
+        elif isinstance(message, Opened):
+            slot.opened = True
         elif isinstance(message, Told):
             self.metrics.told(message)
-            if self.live is not None and message.job == self.live.job:
-                self.live.heard(message)
+            if slot.work is not None:
+                slot.work.heard(message)
         elif isinstance(message, Remark):
             say(f"{message.job}: {message.text}")
         elif isinstance(message, Ended):
-            self._ended(message)
+            self._ended(slot, message)
         elif isinstance(message, Gone):
-            self._engine_lost()
-        elif isinstance(message, str):
-            if message == self._busy:
-                assert self._engine is not None
-                self._engine.send(Stop(message))
-            else:
-                self._remove(message)
+            self._engine_lost(slot)
 
-    def _first_ready(self) -> bool:
-        return bool(self.shapes) and self.shapes[0].state == "ready"
+    def _stop_deleted(self, name: str) -> None:
+        for slot in self.slots:
+            if slot.work is not None and name in slot.work.jobs:
+                slot.stop()
+                return
+        self.files.remove(name)
+        self._alone.discard(name)
 
-    def _ended(self, ended: Ended) -> None:
-        self._busy, self.live, self._lost = "", None, 0
-        if ended.job == _WARM:
-            self._warmed(ended)
-        elif ended.stopped:
-            self._remove(ended.job)
-        elif ended.passes and self._tried(ended.job):
-            say(f"{ended.job}: {ended.error}; tried again")
-            self.jobs.again(lost=ended.job)
+    def _ended(self, slot: Slot, ended: Ended) -> None:
+        work, slot.work, slot.lost = slot.work, None, 0
+        assert work is not None
+        if work.warm is not None:
+            self.files.remove(work.name)
+            self._warmed(slot, work.warm, ended)
+        elif ended.stopped:  # for one that was deleted
+            for name in work.jobs:
+                self.files.remove_calls(name)
+                self._again(name)
+        elif ended.error and work.packed:
+            self._apart(work, ended.error)
+        elif ended.passes and self._may_cost(self.jobs.get(work.name)):
+            say(f"{work.name}: {ended.error}; tried again")
+            self._again(work.name, lost=True)
         else:
-            status = "failed" if ended.error else "completed"
-            self.jobs.ended(
-                ended.job, self.keep, error=ended.error, result=ended.result
-            )
-            self.metrics.ended(status, ended.result)
-            if self.jobs.get(ended.job) is None:  # deleted as it ended
-                self._remove(ended.job)
+            for name in work.jobs:
+                self._end(name, error=ended.error, result=ended.result)
 
-    def _tried(self, name: str) -> bool:
+    def _end(self, name: str, *, error: str = "", result: Any = None) -> None:
+        """A job is done or has failed."""
+        self.jobs.ended(name, self.keep, error=error, result=result)
+        self.metrics.ended("failed" if error else "completed", result)
+        self._alone.discard(name)
+        self.files.remove_calls(name)
+        if self.jobs.get(name) is None:  # deleted as it ended
+            self.files.remove(name)
+
+    def _again(self, name: str, *, lost: bool = False) -> None:
+        """A job goes back to the queue, unless it was deleted."""
+        self.jobs.again(name, lost=lost)
+        if self.jobs.get(name) is None:
+            self.files.remove(name)
+
+    def _may_cost(self, job: Job | None) -> bool:
         """Whether a job may cost one more engine."""
-        job = self.jobs.get(name)
         return job is not None and job.tries + 1 < TRIES
 
-    def _warmed(self, ended: Ended) -> None:
-        shape, self._warming = self._warming, None
-        self._remove(_WARM)
-        assert shape is not None
-        shape.state = FAILED if ended.error else "ready"
-        if ended.error and shape is self.shapes[0]:
-            self._fail(ended.error)
-        elif ended.error:
-            say(f"{shape.size} with {shape.num_frames} frames: {ended.error}")
-        elif shape is self.shapes[0]:
-            self.status = READY
-            say("ready")
-
-    def _engine_lost(self) -> None:
-        name, self._busy, self.live = self._busy, "", None
-        say("the engine has ended; another one is started")
-        why = f"the engine was lost {TRIES} times with this job"
-        if name == _WARM:
-            assert self._warming is not None
-            self._lost += 1
-            if self._lost >= TRIES:
-                self._warmed(Ended(job=_WARM, error="no engine survives a video"))
-            else:
-                self._warming.state = "waiting"
-        elif name and not self._tried(name):
-            self.jobs.ended(name, self.keep, error=why)
-            self.metrics.ended("failed")
-        elif name:
-            self.jobs.again(lost=name)
+    def _warmed(self, slot: Slot, warm: Warm, ended: Ended) -> None:
+        shape, first = warm.shape, warm.shape is self.shapes[0] and warm.size == 1
+        about = f"{shape.size} with {shape.num_frames} frames"
+        if first and ended.error:
+            self._slot_failed(slot, ended.error)
+        elif first:
+            if self.status != READY:
+                say("ready")
+            slot.warm, shape.state = True, "ready"
+        elif warm.size > 1 and ended.error:
+            say(f"{about}: no {warm.size} videos in one call: {ended.error}")
+        elif warm.size > 1:
+            steps = min(self.defaults["num_inference_steps"], WARM_STEPS)
+            *_, alone, together = (seconds / steps for seconds in ended.denoise)
+            batch = Batch(warm.size, together, alone)
+            shape.batches.append(batch)
+            say(
+                f"{about}: a step of {warm.size} videos takes {together:.4g} s, of one "
+                f"{alone:.4g} s; {'' if batch.pays else 'not '}made together"
+            )
         else:
-            self._lost += 1
-            if self._lost >= TRIES:
-                self._fail("no engine can be started")
-        if self.status != FAILED:
-            self.status = LOADING
-            self._start_engine()
+            shape.state = FAILED if ended.error else "ready"
+            if ended.error:
+                say(f"{about}: {ended.error}")
+
+    def _slot_failed(self, slot: Slot, why: str) -> None:
+        """An engine cannot do what all must; without any, the server fails."""
+        slot.failed = True
+        if all(one.failed for one in self.slots):
+            self.shapes[0].state = FAILED
+            self._fail(why)
+        else:
+            say(f"engine {slot.number} has failed: {why}")
+
+    def _engine_lost(self, slot: Slot) -> None:
+        work, slot.work = slot.work, None
+        say("the engine has ended; another one is started")
+        if work is None or work.warm is not None:
+            self._lost_without_a_job(slot, work.warm if work else None)
+        for name in work.jobs if work else ():
+            job = self.jobs.get(name)
+            if job is None or self._may_cost(job):
+                self._again(name, lost=True)
+            else:
+                self._end(
+                    name, error=f"the engine was lost {TRIES} times with this job"
+                )
+        if slot.failed or self.status == FAILED:
+            slot.opened = False
+        else:
+            slot.start()
+
+    def _lost_without_a_job(self, slot: Slot, warm: Warm | None) -> None:
+        if warm is not None and slot.warm:
+            warm.lost += 1
+            if warm.lost >= TRIES:
+                error = "no engine survives a video"
+                self._warmed(slot, warm, Ended(job=_WARM, error=error))
+            else:
+                if warm.size == 1:
+                    warm.shape.state = "waiting"
+                self._waiting.insert(0, warm)
+            return
+        slot.lost += 1
+        if slot.lost >= TRIES:
+            why = "no engine survives a video" if warm else "no engine can be started"
+            self._slot_failed(slot, why)
 
     def _stop(self) -> None:
-        """End the engine at its next step, with a checkpoint."""
-        assert self._engine is not None
+        """End the engines at their next step, with a checkpoint."""
         until = time.monotonic() + _PATIENCE
-        if self._busy:
-            self._engine.send(Stop(self._busy))
-        while self._busy and time.monotonic() < until:
+        for slot in self.slots:
+            slot.stop()
+        while any(slot.work for slot in self.slots) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
-                message = self._inbox.get(timeout=0.1)
+                slot, message = self._inbox.get(timeout=0.1)
+                if slot is None:
+                    continue
                 if isinstance(message, Ended) and not message.stopped:
-                    self._ended(message)  # the last step was the last of the job
+                    self._ended(slot, message)  # the last step was the last of the job
                 elif isinstance(message, Ended | Gone):
-                    self._busy = ""
-
-    # --- files
-
-    def _remove(self, name: str) -> None:
-        shutil.rmtree(self.place(name), ignore_errors=True)
-
-    def _remove_unknown(self) -> None:
-        """Remove the files of jobs that a killed server had forgotten already."""
-        places = [p.name for p in self.place(".").glob("*")]
-        for name in set(places) - self.jobs.known(places):
-            self._remove(name)
-
-
-def video_name(index: int) -> str:
-    """The file of a video of a job, from 0."""
-    return f"video-{index}.mp4"
+                    slot.work = None

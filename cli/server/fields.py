@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,33 @@ _OPTION = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _NEAR = 0.5
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What it takes to make several videos in one call, as measured.
+
+    Attributes:
+        seconds, alone: of a step, of all videos and of one that is made alone.
+    """
+
+    videos: int
+    seconds: float
+    alone: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether a video is made faster than alone."""
+        return self.seconds < self.videos * self.alone
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "videos": self.videos,
+            "step_seconds": round(self.seconds, 6),
+            "step_seconds_alone": round(self.alone, 6),
+            "used": self.pays,
+        }
+
+
 @dataclass
 class Shape:
     """A size and a number of frames that programs are made for.
@@ -63,6 +90,7 @@ class Shape:
         width, height, num_frames: ``None`` where the pipeline has no such parameter.
         fps: of the files, where a request does not say.
         state: ``waiting``, ``compiling``, ``ready`` or ``failed``.
+        batches: that were measured.
     """
 
     width: int | None
@@ -70,6 +98,7 @@ class Shape:
     num_frames: int | None
     fps: float = 0.0
     state: str = "waiting"
+    batches: list[Batch] = field(default_factory=list)
 
     @property
     def size(self) -> str | None:
@@ -89,6 +118,7 @@ class Shape:
             "fps": self.fps,
             "seconds": seconds_text(self.num_frames, self.fps),
             "state": self.state,
+            "batches": [batch.as_dict() for batch in self.batches],
         }
 
     @classmethod

@@ -154,25 +154,39 @@ class Jobs:
             found = self._base.execute(text, (QUEUED, job.number)).fetchone()
         return max(int(found[0]), 1)
 
-    def next(self) -> Job | None:
-        """The job that has waited longest, which runs from now on."""
-        with self._lock:
-            found = self._all("WHERE status = ? ORDER BY number LIMIT 1", QUEUED)
-            if not found:
-                return None
-            self._set(found[0].id, status=RUNNING)
-        return self.get(found[0].id)
+    def oldest(self) -> Job | None:
+        """The job that has waited longest."""
+        found = self._all("WHERE status = ? ORDER BY number LIMIT 1", QUEUED)
+        return found[0] if found else None
 
-    def again(self, *, lost: str = "") -> None:
-        """Put what ran back to the head of the queue, where it was.
+    def queued(self, owner: str) -> list[Job]:
+        """The jobs of an owner that wait, the oldest first."""
+        where = "WHERE status = ? AND owner = ? ORDER BY number"
+        return self._all(where, QUEUED, owner)
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Note that jobs run from now on."""
+        for name in names:
+            self._set(name, status=RUNNING)
+
+    def again(self, name: str, *, lost: bool = False) -> None:
+        """Put a job that ran back into the queue, where it was.
 
         Args:
-            lost: the id of a job that has cost an engine.
+            lost: it has cost an engine.
         """
         with self._lock:
             self._base.execute(
-                "UPDATE jobs SET status = ?, tries = tries + (id = ?) WHERE status = ?",
-                (QUEUED, lost, RUNNING),
+                "UPDATE jobs SET status = ?, tries = tries + ? "
+                "WHERE id = ? AND status = ?",
+                (QUEUED, int(lost), name, RUNNING),
+            )
+
+    def recover(self) -> None:
+        """Put back what ran when the last server ended."""
+        with self._lock:
+            self._base.execute(
+                "UPDATE jobs SET status = ? WHERE status = ?", (QUEUED, RUNNING)
             )
 
     def ended(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.batches.requests import Request
+from tpuport.cli.batches.packs import Pack
+
+#: What an engine writes beside a video: frames while steps run, and endings of files.
+PREVIEW, THUMBNAIL, SHEET = "preview.png", ".webp", ".jpg"
 
 #: HTTP's codes by the type that clients are told.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found"}
@@ -18,19 +20,15 @@ _LONGEST = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Make:
-    """Make videos, one after the other.
+    """Make videos, one call after the other.
 
     Attributes:
         job: names them in what is told.
-        folder: of the videos.
-        requests: one for each video, with a run directory.
-        preview: a file for frames while steps run.
+        packs: the requests of each call, each with one video and a run directory.
     """
 
     job: str
-    folder: Path
-    requests: tuple[Request, ...]
-    preview: Path
+    packs: tuple[Pack, ...]
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,14 @@ class Told:
 
     Attributes:
         what: a stage, ``loading`` or ``compiling``.
-        video: from 0.
+        call: from 0.
         done, total: calls of a stage.
         compiled: seconds of a program that was made ready.
     """
 
     job: str
     what: str
-    video: int
+    call: int
     done: int = 0
     total: int = 0
     compiled: float | None = None
@@ -89,6 +87,7 @@ class Ended:
         passes: the same job may succeed when it is tried again.
         stopped: as was asked.
         result: stage seconds and peaks.
+        denoise: seconds of the steps of each call.
     """
 
     job: str
@@ -96,6 +95,7 @@ class Ended:
     passes: bool = False
     stopped: bool = False
     result: dict[str, Any] = field(default_factory=dict)
+    denoise: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,9 @@ class Metrics:
         )
         self._queue = Gauge("tpuport_queue", "Jobs that wait.", registry=own)
         self._running = Gauge("tpuport_running", "Jobs that run.", registry=own)
+        self._engines = Gauge(
+            "tpuport_engines", "Engines that take jobs.", registry=own
+        )
         self._ended = Counter("tpuport_jobs", "Jobs ended.", ["status"], registry=own)
         self._steps = Counter("tpuport_steps", "Denoising steps.", registry=own)
         self._stages = Histogram(
@@ -74,8 +77,9 @@ class Metrics:
             if (found := result.get(f"peak_{where}_bytes")) is not None:
                 self._memory.labels(where).set(found)
 
-    def text(self, queued: int, running: int) -> bytes:
+    def text(self, queued: int, running: int, engines: int) -> bytes:
         """All of it."""
         self._queue.set(queued)
         self._running.set(running)
+        self._engines.set(engines)
         return generate_latest(self.registry)

@@ -221,7 +221,11 @@ def previews() -> None:
         journal = seam_of(pipeline).journal
         with contextlib.ExitStack() as stack:
             if place is not None:
-                more = {"cache": place, "file": place / "a.png", "reporter": Reporter()}
+                more = {
+                    "cache": place,
+                    "files": [place / "a.png"],
+                    "reporter": Reporter(),
+                }
                 shown = previewed(pipeline, call, journal, **more, load=str, tape=None)
                 stack.enter_context(shown)
                 heard = timed(waits, journal.on_result, time.perf_counter)

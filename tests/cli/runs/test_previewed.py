@@ -26,11 +26,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     there = threading.Event()
     monkeypatch.setattr(previews, "_PAUSE", 0.0)
     monkeypatch.setattr(previews, "SHARE", 1e9)
-    write = previewed._InFile.__call__
+    write = previewed._InFiles.__call__
 
     def written(self: Any, frames: np.ndarray) -> None:
         write(self, frames)
-        found.append((self._file, np.asarray(Image.open(self._file))))
+        found.append((self._files[0], np.asarray(Image.open(self._files[0]))))
         there.set()
 
     def drawn(self: Any, text: str, rows: int) -> None:
@@ -46,7 +46,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         while self._free_at > 1e300:
             threading.Event().wait(0.001)
 
-    monkeypatch.setattr(previewed._InFile, "__call__", written)
+    monkeypatch.setattr(previewed._InFiles, "__call__", written)
     monkeypatch.setattr(Display, "picture", drawn)
     monkeypatch.setattr(PreviewsBeside, "_stepped", waits)
     return found

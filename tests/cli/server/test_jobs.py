@@ -21,17 +21,23 @@ def add(jobs: Jobs, name: str, owner: str = "", limit: int = 9) -> bool:
 def test_jobs_run_in_order_and_one_that_ran_is_first_again(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs")
     assert [add(jobs, name, limit=2) for name in "abc"] == [True, True, False]
-    first = jobs.next()
+    jobs.begin(["a"])
+    first = jobs.get("a")
     assert first is not None
-    assert (first.id, first.status) == ("a", RUNNING)
+    assert first.status == RUNNING
     assert add(jobs, "c", limit=2)
     jobs.close()  # as a kill leaves the file
     jobs = Jobs(tmp_path / "jobs")
-    jobs.again(lost="a")
+    jobs.recover()
+    found = jobs.oldest()
+    assert found is not None
+    assert (found.id, found.tries, jobs.position(found)) == ("a", 0, 1)
+    jobs.begin(["a", "b"])
+    jobs.again("a", lost=True)  # and no other
     found = jobs.get("a")
     assert found is not None
-    assert (found.status, found.tries, jobs.position(found)) == (QUEUED, 1, 1)
-    assert [one.id for one in iter(jobs.next, None)] == ["a", "b", "c"]
+    assert (found.status, found.tries, jobs.count(RUNNING)) == (QUEUED, 1, 1)
+    assert [one.id for one in jobs.queued("")] == ["a", "c"]
 
 
 def test_an_owner_sees_only_its_own_jobs(tmp_path: Path) -> None:
