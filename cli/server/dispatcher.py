@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.batches.packs import Pack
 from tpuport.cli.batches.requests import Request
 from tpuport.cli.server.fields import Batch, Shape
 from tpuport.cli.server.jobs import Job, Jobs
@@ -262,16 +263,14 @@ class Dispatcher:
         except TpuportError as error:
             self._end(job.id, error=one_line(error))
             return
-        alike = [job] if self._is_alone(job) else self._alike(job, own)
-        requests = [one for each in alike for one in self._requests_of(each)]
-        sizes = () if self._is_alone(job) else self._sizes(job)
-        names = tuple(one.id for one in alike)
+        names, packs = (job.id,), tuple((one,) for one in own)
+        if own[0].alone or self._is_alone(job):
+            self.files.remove_calls(job.id)
+        else:
+            names, packs = self._together(job, own)
         for name in names:
             self.files.place(name).mkdir(parents=True, exist_ok=True)
-        if self._is_alone(job):
-            self.files.remove_calls(job.id)
         self.jobs.begin(names)
-        packs = in_calls(requests, sizes)
         slot.give(Work(job.id, packs, names, steps=job.asked["steps"]))
 
     def _requests_of(self, job: Job) -> list[Request]:
@@ -302,12 +301,13 @@ class Dispatcher:
         own = (s for s in self.shapes if (s.size, s.num_frames) == (size, frames))
         return [b.videos for shape in own for b in shape.batches if b.pays]
 
-    def _alike(self, job: Job, own: list[Request]) -> list[Job]:
-        """A job, and those of its owner that one call makes with it."""
+    def _together(
+        self, job: Job, own: list[Request]
+    ) -> tuple[tuple[str, ...], tuple[Pack, ...]]:
+        """A job and those of its owner that one call makes with it; and the calls."""
         most, sizes = self.below.batch_size or 1, self._sizes(job)
-        found, videos, chosen = [job], [*own], [job]
-        if own[0].alone:
-            return chosen
+        names, videos = [job.id], [*own]
+        chosen = (job.id,), in_calls(own, sizes)
         for other in self.jobs.queued(job.owner):
             if other.number <= job.number or self._is_alone(other):
                 continue
@@ -316,12 +316,13 @@ class Dispatcher:
             except TpuportError:  # told of when it is the other's turn
                 continue
             if more[0].alike == own[0].alike and len(videos) + len(more) <= most:
-                found.append(other)
+                names.append(other.id)
                 videos += more
-                if is_begun(tuple(videos)):
-                    return found
-                if len(videos) in sizes:
-                    chosen = [*found]
+                begun = is_begun(tuple(videos))
+                if begun or len(videos) in sizes:
+                    chosen = (*names,), (tuple(videos),)
+                if begun:
+                    break
         return chosen
 
     def _apart(self, work: Work, why: str) -> None:

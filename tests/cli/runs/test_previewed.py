@@ -14,6 +14,7 @@ from tests.cli.tools import UPSTREAM, Cli
 from tpuport.cli.runs import previewed
 from tpuport.core.preview import previews
 from tpuport.core.preview.previews import PreviewsBeside
+from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
 
 ASKED = (*UPSTREAM[:7], "6", *UPSTREAM[8:])
@@ -97,3 +98,12 @@ def test_a_terminal_that_shows_pictures_needs_no_file(
 
 def previewed_kitty(picture: np.ndarray, place: Any) -> str:
     return f"{place.rows} rows"
+
+
+def test_each_video_of_a_call_has_a_file_of_its_own(tmp_path: Path) -> None:
+    a, b = tmp_path / "a/x.png", tmp_path / "b/x.png"
+    frames = np.zeros((6, 2, 2, 3), np.uint8)  # two frames of each of three videos
+    frames[:2], frames[2:4], frames[4:] = 10, 20, 30
+    previewed._InFiles((a, b, a), Reporter())(frames)
+    found = [np.unique(np.asarray(Image.open(file))).tolist() for file in (a, b)]
+    assert found == [[10, 30], [20]]

@@ -104,9 +104,11 @@ class Server:
         self.engine().end(denoise=(99.0, 99.0, 3 * alone, 3 * together))
         until(lambda: self.made.shapes[0].batches)
 
-    def add(self, name: str, owner: str = "", seeds: tuple[int, ...] = (0,)) -> None:
+    def add(
+        self, name: str, owner: str = "", seeds: tuple[int, ...] = (0,), **more: Any
+    ) -> None:
         """Put a job into the queue."""
-        values = {"prompt": f"a {name}", "size": "32x16", "num_frames": 5}
+        values = {"prompt": f"a {name}", "size": "32x16", "num_frames": 5, **more}
         requests = self.made.files.requests(name, values, seeds)
         asked = {
             "values": values,
@@ -255,8 +257,11 @@ def test_jobs_of_one_owner_share_a_call_where_that_pays(
     assert server.made.shapes[0].as_dict()["batches"] == [
         {"videos": 2, "step_seconds": 1.5, "step_seconds_alone": 1.0, "used": True}
     ]
-    for name, owner in (("fox", "one"), ("cat", "two"), ("hen", "one"), ("dog", "one")):
-        server.add(name, owner)
+    server.add("fox", "one")
+    server.add("cat", "two")
+    server.add("cow", "one", num_inference_steps=3)
+    server.add("hen", "one")
+    server.add("dog", "one")
     server.engine().end()
     make = server.runs("fox", "hen")
     (pack,) = make.packs
@@ -270,13 +275,16 @@ def test_jobs_of_one_owner_share_a_call_where_that_pays(
     server.runs("cat")
     assert [server.status(name) for name in ("fox", "hen")] == [COMPLETED] * 2
     server.engine().end()
-    server.runs("dog")
+    server.runs("cow")
     server.engine().end()
-    # The videos of a job too, as many as there are programs for.
-    server.add("cow", seeds=(1, 2, 3))
-    server.made.wake()
-    assert [len(pack) for pack in server.runs("cow").packs] == [2, 1]
-    assert cast("Work", server.made.work_of("cow")).packed
+    server.runs("dog")
+    # The videos of a job too, as many as there are programs for; of no image.
+    server.add("bee", seeds=(1, 2, 3))
+    server.add("ant", seeds=(1, 2), image="x.png")
+    server.engine().end()
+    assert [len(pack) for pack in server.runs("bee").packs] == [2, 1]
+    server.engine().end()
+    assert [len(pack) for pack in server.runs("ant").packs] == [1, 1]
 
 
 def test_nothing_is_shared_where_that_does_not_pay(

@@ -6,20 +6,26 @@ Each server imports torch and jax twice, and compiles: more than 10 s.
 from __future__ import annotations
 
 import io
+import os
 import re
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from PIL import Image
 
+from tests.cli.runs.test_loras import write_lora
 from tests.cli.server.running import PATIENCE, Running, running, until
 from tests.cli.tools import Cli
 from tests.measure.serve import fuzz
+from tpuport.core.files.run_lock import holder
 from tpuport.core.files.sources import read_video
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +34,7 @@ FLAGS = (
     *("--option", "max_sequence_length=16"),
 )
 #: So many steps that a test sees some of them, and so many of a server that is killed.
-MANY, KEPT = 5000, 300
+MANY, KEPT, TOGETHER = 5000, 300, 900
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +270,175 @@ def test_a_killed_server_goes_on_to_the_same_bytes(
     wanted = alone(cli, folder, "fox.mp4", "--prompt", "a fox", "--seed", "5",
                    "--steps", str(KEPT))  # fmt: skip
     assert video == wanted
+
+
+def test_jobs_of_one_key_are_made_in_one_call(
+    environment: dict[str, str], cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    """Two servers, one after the other: more than 10 s.
+
+    The call goes on after a kill; each video is the one made alone but for a rounding.
+    """
+    flags = ("--weights", folder, *FLAGS, "--folder", "kept", "--checkpoint-every", "1")
+    flags += ("--max-steps", "5000", "--batch-size", "2", "--api-key-file", "keys")
+    (tmp_path / "keys").write_text("first-key\nsecond-key\n")
+    jobs = tmp_path / "kept/jobs"
+    with running(tmp_path, *flags, environment=environment) as server:
+        server.ready()
+        (batch,) = until(lambda: server.ask("/ready")[1]["shapes"][0]["batches"])
+        assert batch["used"] == (
+            batch["step_seconds"] < 2 * batch["step_seconds_alone"]
+        )
+        assert batch["used"], "this machine makes two videos no faster together"
+        one, other = Key(server, "first-key"), Key(server, "second-key")
+        before = one.create("before", MANY)
+        until(lambda: one.job(before)["status"] == "in_progress")
+        fox, cat = one.create("a fox"), other.create("a cat")
+        hen, dog = one.create("a hen"), one.create("a dog")
+        one.delete(before)
+        until(lambda: one.job(hen)["tpuport"]["step"] > 5)
+        until(lambda: any(jobs.glob(f"{fox}/+*/*/tape.json")))
+        assert [one.job(name)["status"] for name in (fox, hen, dog)] == [
+            *("in_progress", "in_progress", "queued")
+        ]
+        assert other.job(cat)["status"] == "queued"
+        server.kill()
+    with running(tmp_path, *flags, environment=environment) as server:
+        one, other = Key(server, "first-key"), Key(server, "second-key")
+        until(lambda: other.done(cat) and one.done(dog), 3 * PATIENCE)
+        assert re.search(r"going on with the run in \S+/\+.*, after step", server.said)
+        names = {"a fox": fox, "a hen": hen}
+        for prompt, name in names.items():
+            sidecar = one.content(name, "?variant=sidecar")
+            assert sidecar["request"]["prompts"] == [*names]
+            check_alone(cli, folder, prompt, one.content(name))
+        assert other.content(cat, "?variant=sidecar")["request"]["prompts"] == ["a cat"]
+        # One of two is deleted: the other one is made anew, alone.
+        before = one.create("before", MANY)
+        fox, hen = one.create("a fox"), one.create("a hen")
+        one.delete(before)
+        until(lambda: one.job(fox)["tpuport"]["step"] > 5)
+        one.delete(hen)
+        until(lambda: one.done(fox))
+        assert one.content(fox) == Path("a fox.mp4").read_bytes()
+        assert not (jobs / hen).exists()
+
+
+class Key:
+    """A client with a key."""
+
+    def __init__(self, server: Running, key: str) -> None:
+        self._server, self._key = server, key
+
+    def create(self, prompt: str, steps: int = TOGETHER) -> str:
+        asked = {"prompt": prompt, "num_inference_steps": steps}
+        code, job = self._server.ask("/v1/videos", asked, key=self._key)
+        assert code == 200, job
+        return str(job["id"])
+
+    def job(self, name: str) -> Any:
+        return self._server.ask(f"/v1/videos/{name}", key=self._key)[1]
+
+    def done(self, name: str) -> bool:
+        job = self.job(name)
+        assert job["status"] != "failed", job
+        return bool(job["status"] == "completed")
+
+    def content(self, name: str, query: str = "") -> Any:
+        code, found = self._server.ask(
+            f"/v1/videos/{name}/content{query}", key=self._key
+        )
+        assert code == 200, found
+        return found
+
+    def delete(self, name: str) -> None:
+        self._server.ask(f"/v1/videos/{name}", method="DELETE", key=self._key)
+
+
+def check_alone(cli: Cli, folder: Path, prompt: str, video: bytes) -> None:
+    """A video is the one that `generate` makes, but for a rounding of one level."""
+    alone(cli, folder, f"{prompt}.mp4", "--prompt", prompt, "--steps", str(TOGETHER))
+    Path("together.mp4").write_bytes(video)
+    found, wanted = (
+        np.stack([np.asarray(f, np.int16) for f in read_video(name)])
+        for name in ("together.mp4", f"{prompt}.mp4")
+    )
+    assert wanted.std() > 1
+    assert np.abs(found - wanted).max() <= 1
+
+
+@pytest.fixture(scope="module")
+def other_server(
+    folder: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """With two shapes and a LoRA; jobs go 30 seconds after their end."""
+    place = tmp_path_factory.mktemp("other")
+    (place / "loras").mkdir()
+    shutil.move(write_lora(folder, seed=1), place / "loras/fox.safetensors")
+    flags = ("--weights", folder, *FLAGS[4:], "--folder", "kept", "--loras", "loras")
+    flags += ("--shapes", "32x16x5", "--shapes", "16x16x5", "--keep", "30s")
+    flags += ("--checkpoint-every", "1", "--max-steps", "5000")
+    with running(place, *flags, environment=environment) as found:
+        found.ready()
+        yield found
+
+
+def test_a_lora_a_shift_and_a_second_shape(
+    other_server: Running, cli: Cli, folder: Path
+) -> None:
+    """Another server: more than 10 s."""
+
+    def shapes() -> list[str]:
+        found = other_server.ask("/ready")[1]["shapes"]
+        return [shape["size"] for shape in found if shape["state"] == "ready"]
+
+    until(lambda: shapes() == ["32x16", "16x16"])
+    names = {
+        other_server.create(prompt="a fox", lora="fox:0.5"): (
+            *("--lora", str(other_server.log.parent / "loras/fox.safetensors:0.5")),
+        ),
+        other_server.create(prompt="a fox", flow_shift=5): (
+            *("--option", "scheduler=checkpoint:flow_shift=5.0"),
+        ),
+        other_server.create(prompt="a fox", size="16x16"): ("--size", "16x16"),
+    }
+    found = []
+    for number, (name, flags) in enumerate(names.items()):
+        assert other_server.done(name)["error"] is None
+        found.append(other_server.video(name))
+        wanted = alone(cli, folder, f"{number}.mp4", "--prompt", "a fox", *flags)
+        assert found[-1] == wanted, flags
+    assert len(set(found)) == 3
+    code, refused = other_server.ask("/v1/videos", {"prompt": "x", "lora": "cat"})
+    assert (code, "did you mean" in refused["error"]["message"]) == (400, True)
+    # Jobs go with their files.
+    jobs = other_server.log.parent / "kept/jobs"
+    until(lambda: not any(jobs.iterdir()))
+    assert other_server.ask("/v1/videos")[1]["data"] == []
+
+
+def test_a_job_goes_on_after_the_engine_is_killed(
+    other_server: Running, cli: Cli, folder: Path
+) -> None:
+    """An engine that starts anew: more than 10 s."""
+    name = other_server.create(prompt="a fox", num_inference_steps=KEPT)
+    run_dir = other_server.log.parent / f"kept/jobs/{name}/run-0"
+    until(
+        lambda: (
+            other_server.job(name)["tpuport"]["step"] > 5
+            and any(run_dir.rglob("tape.json"))
+        )
+    )
+    os.kill(holder(run_dir) or 0, signal.SIGKILL)
+    assert other_server.done(name)["status"] == "completed"
+    video = other_server.video(name)
+    steps = re.findall(
+        r"going on with the run in .*, after step (\d+)", other_server.said
+    )
+    assert [0 < int(step) < KEPT for step in steps] == [True]
+    wanted = ("--prompt", "a fox", "--steps", str(KEPT))
+    assert video == alone(cli, folder, "fox.mp4", *wanted)
+    assert other_server.ask("/health")[0] == 200
 
 
 def test_a_fuzzer_finds_no_fault(server: Running) -> None:
