@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tpuport.errors import UsageError
 LOCAL = "local"
 #: Seconds until a line says what is waited for, and in which a host answers.
 LONG = 60.0
+#: Seconds in which a cluster answers at all.
+_ANSWERS = 5.0
 #: Chips of the largest machine by the number of axes of the interconnect, and of each
 #: host of a larger slice.
 _CHIPS, _CHIPS_OF_SEVERAL = {2: 8, 3: 4}, 4
@@ -32,8 +35,8 @@ _CHIPS, _CHIPS_OF_SEVERAL = {2: 8, 3: 4}, 4
 _STORE = 80 << 20
 #: What Ray calls a chip, where that is another name.
 _NAMES = {"v5e": "v5litepod"}
-#: A slice without chips, to try what several hosts do.
-_CPUS = re.compile(r"cpu-([1-9]\d?)")
+#: Hosts without chips, to try what several do.
+_CPUS = re.compile(r"cpu-hosts-([1-9]\d?)")
 
 Place = dict[str, Any]
 """What Ray places an actor by."""
@@ -136,6 +139,7 @@ def _connected(
     except ImportError as error:
         raise UsageError("--ray needs Ray: pip install 'tpuport[ray]'") from error
     given: dict[str, Any] = {"address": address}
+    _check_listens(address)
     if address == LOCAL:
         given |= {"num_cpus": cpus, "object_store_memory": _STORE}
         given |= {"include_dashboard": False}
@@ -155,14 +159,29 @@ def _connected(
                 )
             signals.check()  # Ray has taken SIGTERM
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"--ray {address}: there is no cluster ({one_line(error)}); start one "
-                "with `ray start --head`, or give --ray local"
-            ) from error
+            raise _no_cluster(address, error) from error
         try:
             yield ray
         finally:
             ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Refuse an address where nobody listens, which Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "//" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"--ray {address}: there is no cluster ({one_line(error)}); start one with "
+        f"`ray start --head`, or give --ray {LOCAL}"
+    )
 
 
 def _head(topology: Topology) -> str:

@@ -151,7 +151,7 @@ def test_a_replica_of_two_hosts_outlives_one_of_them(
     file, out = write(*lines), Path("out")
     command = [sys.executable, "-m", "tpuport", "batch", str(file), "--out", "out"]
     command += ["--weights", str(folder), *FLAGS, "--checkpoint-every", "1", "--json"]
-    command += ["--ray", "local", "--topology", "cpu-2", "--mesh", "sp=2"]
+    command += ["--ray", "local", "--topology", "cpu-hosts-2", "--mesh", "sp=2"]
     one = "--xla_force_host_platform_device_count=1"
     environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
     environment["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {one}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.cli.server.running import PATIENCE, until
+from tests.cli.server.running import PATIENCE, running, until
 from tests.cli.tools import Cli
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.cluster import Slice
-from tpuport.cli.batches.requests import Request, request_of
+from tpuport.cli.batches.requests import request_of
 from tpuport.cli.server.actors import RayEngine, _check_shared, ray_engines
 from tpuport.cli.server.messages import Ended, Gone, Make, Opened, Stop, Told
 from tpuport.core.files.run_lock import holder
@@ -71,10 +72,9 @@ def test_an_actor_makes_stops_and_goes_on(
         place = tmp_path / job
         place.mkdir(exist_ok=True)
         values = {**own, "num_inference_steps": steps}
-        request: Request = request_of(0, values, "request", place, below)
+        request = request_of(0, values, "request", place, below)
         settings = replace(request.settings, run_dir=place / "run-0")
-        given = (replace(request, settings=settings),)
-        return Make(job=job, folder=place, requests=given, preview=place / "p.png")
+        return Make(job=job, packs=((replace(request, settings=settings),),))
 
     def step(heard: Heard) -> int:
         while not (told := heard.next(Told)).done or told.what != "denoise":
@@ -110,3 +110,43 @@ def test_an_actor_makes_stops_and_goes_on(
     cli.good("generate", *flags, "--out", "alone.mp4")
     made = (tmp_path / "fox/video-0.mp4").read_bytes()
     assert made == (tmp_path / "alone.mp4").read_bytes()
+
+
+def test_a_server_with_two_replicas_outlives_one(
+    cli: Cli, cache: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A cluster starts, and three actors import and compile: more than 10 s."""
+    flags = ("--weights", folder, *FLAGS, "--steps", "2", "--folder", "kept")
+    flags += ("--checkpoint-every", "1", "--ray", "local", "--replicas", "2")
+    environment = {"TPUPORT_CACHE_DIR": str(cache)}
+    with running(tmp_path, *flags, environment=environment) as server:
+
+        def engines() -> int:
+            return int(server.ask("/ready")[1]["engines"]["ready"])
+
+        until(lambda: engines() == 2)
+        asked = {"prompt": "a fox", "num_inference_steps": STEPS}
+        names = [server.create(**asked, seed=seed) for seed in (5, 6)]
+
+        def steps() -> list[int]:
+            jobs = [server.job(name) for name in names]
+            assert all(job["status"] == "in_progress" for job in jobs[:1])
+            return [job["tpuport"]["step"] for job in jobs]
+
+        until(lambda: min(steps()) > 3)  # both at once
+        run_dir = tmp_path / f"kept/jobs/{names[0]}/run-0"
+        os.kill(holder(run_dir) or 0, signal.SIGKILL)
+        for name in names:
+            assert server.done(name)["status"] == "completed", server.said
+        found = re.search(
+            r"going on with the run in .*, after .*step (\d+)", server.said
+        )
+        assert found is not None, server.said
+        assert 3 <= int(found[1]) < STEPS
+        videos = [server.video(name) for name in names]
+        until(lambda: engines() == 2)
+        assert server.end() == 128 + 15, server.said
+    for seed, video in zip((5, 6), videos, strict=True):
+        own = ("--prompt", "a fox", "--steps", str(STEPS), "--seed", str(seed))
+        cli.good("generate", "--weights", folder, *FLAGS, *own, "--out", f"{seed}.mp4")
+        assert video == Path(f"{seed}.mp4").read_bytes()
