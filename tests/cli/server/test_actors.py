@@ -116,8 +116,10 @@ def test_a_server_with_two_replicas_outlives_one(
     cli: Cli, cache: Path, folder: Path, tmp_path: Path
 ) -> None:
     """A cluster starts, and three actors import and compile: more than 10 s."""
-    flags = ("--weights", folder, *FLAGS, "--steps", "2", "--folder", "kept")
-    flags += ("--checkpoint-every", "1", "--ray", "local", "--replicas", "2")
+    flags = (
+        *("--weights", folder, *FLAGS, "--steps", "2", "--folder", "kept"),
+        *("--checkpoint-every", "1", "--ray", "local", "--replicas", "2"),
+    )
     environment = {"TPUPORT_CACHE_DIR": str(cache)}
     with running(tmp_path, *flags, environment=environment) as server:
 
