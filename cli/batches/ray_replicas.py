@@ -1,51 +1,42 @@
-"""Replicas that are actors of Ray, each with a slice of its own.
+"""Replicas that are actors of Ray, one on each host of a slice of their own.
 
-Ray is imported where it is used: it is the extra ``ray``. In place of an actor that is
-gone another one starts.
+In place of a replica that has lost an actor another one starts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.environment import import_libraries, prepare
+from tpuport.cli.asked.many_hosts import about
+from tpuport.cli.batches.cluster import LONG, Place, Slice, joined, why_of
 from tpuport.cli.batches.local import Ended
 from tpuport.cli.batches.packs import Pack, run_dir
 from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
-from tpuport.core.files.atomic import one_line
-from tpuport.core.mesh.slices import Topology
+from tpuport.core.mesh import coordinator
+from tpuport.core.mesh.hosts import Address, here, meet
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
-from tpuport.errors import TpuportError, UsageError, in_one_line
+from tpuport.errors import TpuportError, in_one_line
 
 if TYPE_CHECKING:
     from tpuport.cli.asked.settings import Settings
 
-#: In place of an address: a cluster of this machine, for this command.
-LOCAL = "local"
-
 #: Starts of replicas that may fail one after the other.
 _STARTS = 3
-#: Seconds between two looks at signals, and until a line says what is waited for.
-_LOOK, _LONG = 0.5, 60.0
-#: Chips of the largest host, by the number of axes of the interconnect.
-_CHIPS = {2: 8, 3: 4}
-#: Bytes for objects in a cluster of this machine: requests are small.
-_STORE = 80 << 20
-#: What Ray calls a chip, where that is another name.
-_NAMES = {"v5e": "v5litepod"}
+#: Seconds between two looks at signals.
+_LOOK = 0.5
 
 
 class _Remarks(Reporter):
-    """Keeps each remark once, until they are taken."""
+    """Keeps each remark once, until they are taken; ends where a host is lost."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -60,83 +51,136 @@ class _Remarks(Reporter):
         taken, self._new = tuple(self._new), []
         return taken
 
+    def stage_started(self, stage: str, total: int, unit: str) -> None:
+        here().check()
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        here().check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What an actor says of a call.
+
+    Attributes:
+        error: in one line; empty for none.
+        passes: a new replica may succeed.
+        remarks: lines for people, of the first host alone.
+    """
+
+    error: str = ""
+    passes: bool = False
+    remarks: tuple[str, ...] = ()
+
 
 class Replica:
     """What runs in an actor's process: one pack of requests after the other."""
 
-    def start(self, folder: str, debug: bool) -> None:
-        """Import the libraries; ``folder`` is the driver's, if this host has it."""
+    def address(self) -> tuple[str, int]:
+        """Where this process will listen for those of the other hosts."""
+        import ray
+
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return host, coordinator.free_port()
+
+    def start(self, folder: str, debug: bool, at: tuple[str, int], *which: int) -> None:
+        """Find the other hosts, and import the libraries.
+
+        Args:
+            folder: the driver's, if this host has it.
+            at: the address of the first host; empty without others.
+            which: the number of this host, and how many there are.
+        """
         with contextlib.suppress(OSError):
             os.chdir(folder)
         prepare(debug=debug)
+        number, count = which
+        if count > 1:
+            from tpuport.cli.asked.settings import Settings
+
+            meet(Address(at, count, number), about(Settings()))
         import_libraries(Reporter())
+        if here().several:
+            coordinator.join(here())
         from tpuport.cli.runs.many import Engine
 
         self._remarks = _Remarks()
         self._engine = Engine(self._remarks)
 
-    def make(
-        self, requests: Sequence[tuple[Settings, str]], run_dir: Path
-    ) -> tuple[str, bool, tuple[str, ...]]:
-        """Make the videos of requests in one call.
-
-        Returns:
-            the error, empty for none; whether a new replica may succeed; remarks.
-        """
-        error, again = "", False
+    def make(self, requests: Sequence[tuple[Settings, str]], run_dir: Path) -> Said:
+        """Make the videos of requests in one call, with the other hosts."""
+        if not here().first:  # which writes nothing
+            requests = [(replace(asked, out=None), key) for asked, key in requests]
+        error, passes = "", False
         try:
             with told(self._remarks.say):
                 self._engine.make_pack(requests, run_dir)
         except Exception as raised:
             error = in_one_line(raised) or type(raised).__name__
-            again = may_pass(raised)
-        return error, again, self._remarks.take()
+            passes = may_pass(raised)
+            here().failed(error)
+        remarks = self._remarks.take() if here().first else ()
+        return Said(error=error, passes=passes, remarks=remarks)
+
+
+@dataclass
+class _Call:
+    """What all actors of a replica do at once.
+
+    Attributes:
+        pack: ``None`` for their start.
+        said: by the actors that are done; the error of one that is gone.
+    """
+
+    replica: int
+    pack: Pack | None
+    said: dict[int, Said | Exception | None] = field(default_factory=dict)
 
 
 class RayReplicas:
     """:class:`~tpuport.cli.batches.local.Replicas` on a cluster that is joined.
 
     Args:
-        count: of replicas.
-        topology: the slice of each; ``None`` for a CPU.
+        places: of each replica.
     """
 
     def __init__(
-        self,
-        ray: Any,
-        count: int,
-        topology: Topology | None,
-        debug: bool,
-        show: Display,
+        self, ray: Any, places: list[list[Place]], debug: bool, show: Display
     ) -> None:
         self._ray, self._debug, self._show = ray, debug, show
-        self._options = [_options(topology) for _ in range(count)]
-        self._actors: dict[int, Any] = {}
+        self._places = places
+        self._actors: dict[int, list[Any]] = {}
         self._idle: list[int] = []
-        #: What is under way: the replica, and the requests that it has.
-        self._calls: dict[Any, tuple[int, Pack | None]] = {}
+        #: What is under way, and the number of the actor.
+        self._calls: dict[Any, tuple[_Call, int]] = {}
         self._failed_starts = 0
         self._since, self._told = time.monotonic(), False
-        for number in range(count):
+        for number in range(len(places)):
             self._start(number)
 
     def _start(self, number: int) -> None:
-        made = self._ray.remote(Replica).options(
-            max_restarts=0, max_task_retries=0, **self._options[number]
-        )
-        self._actors[number] = actor = made.remote()
-        self._calls[actor.start.remote(os.getcwd(), self._debug)] = (number, None)
+        made = self._ray.remote(Replica)
+        actors = self._actors[number] = [
+            made.options(max_restarts=0, max_task_retries=0, **place).remote()
+            for place in self._places[number]
+        ]
+        at = actors[0].address.remote() if len(actors) > 1 else ()
+        given = os.getcwd(), self._debug, at
+        call = _Call(number, None)
+        for host, actor in enumerate(actors):
+            self._calls[actor.start.remote(*given, host, len(actors))] = call, host
 
     def idle(self) -> list[int]:
         """The replicas that have started and have no requests."""
         return list(self._idle)
 
     def begin(self, replica: int, pack: Pack) -> None:
-        """Send requests to an actor."""
+        """Send requests to all actors of a replica."""
         self._idle.remove(replica)
         given = [(one.settings, one.digest) for one in pack]
-        call = self._actors[replica].make.remote(given, run_dir(pack))
-        self._calls[call] = (replica, pack)
+        call = _Call(replica, pack)
+        for host, actor in enumerate(self._actors[replica]):
+            self._calls[actor.make.remote(given, run_dir(pack))] = call, host
 
     def wait(self) -> list[Ended]:
         """What ended within half a second.
@@ -145,140 +189,73 @@ class RayReplicas:
             TpuportError: replicas do not start.
         """
         done, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=_LOOK)
-        found = [self._ended(call) for call in done]
-        if not self._told and time.monotonic() > self._since + _LONG:
+        found = [self._ended(one) for one in done]
+        if not self._told and time.monotonic() > self._since + LONG:
             self._told = True
             self._show.say("no replica has started yet: the cluster has no room so far")
         return [ended for ended in found if ended is not None]
 
-    def _ended(self, call: Any) -> Ended | None:
-        number, pack = self._calls.pop(call)
+    def _ended(self, one: Any) -> Ended | None:
+        call, host = self._calls.pop(one)
         try:
-            result = self._ray.get(call)
+            call.said[host] = self._ray.get(one)
         except self._ray.exceptions.RayError as error:
-            return self._gone(number, pack, error)
-        self._failed_starts, self._told = 0, True
-        if pack is None:
-            self._idle.append(number)
+            call.said[host] = error
+        if len(call.said) < len(self._actors[call.replica]):
+            return None  # hosts end by themselves where another one is lost
+        gone = [said for said in call.said.values() if isinstance(said, Exception)]
+        if call.pack is None:
+            self._started(call.replica, gone)
             return None
-        failed, again, remarks = result
-        if again:
-            self._ray.kill(self._actors[number])
-            self._start(number)
+        self._failed_starts = 0
+        said = [call.said[host] for host in sorted(call.said)]
+        return self._made(call.replica, call.pack, said, gone)
+
+    def _started(self, number: int, gone: list[Exception]) -> None:
+        if not gone:
+            self._failed_starts, self._told = 0, True
+            self._idle.append(number)
+            return
+        self._failed_starts += 1
+        if self._failed_starts >= _STARTS:
+            why = f"replicas do not start: {why_of(gone[0])}"
+            raise TpuportError(why) from gone[0]
+        self._start_again(number)
+
+    def _made(
+        self, number: int, pack: Pack, said: list[Any], gone: list[Exception]
+    ) -> Ended:
+        """What became of requests; a replica that is no use any more starts again."""
+        told = [one for one in said if isinstance(one, Said)]
+        remarks = tuple(text for one in told for text in one.remarks)
+        failed = [one for one in told if one.error]
+        own = [one for one in failed if not one.passes]
+        several, lost = len(said) > 1, bool(gone or failed) and not own
+        if gone or lost or (several and failed):
+            self._start_again(number)
         else:
             self._idle.append(number)
-        return Ended(
-            replica=number, pack=pack, error=failed, lost=again, remarks=remarks
-        )
+        error = next((one.error for one in own or failed), "")
+        if gone and not own:
+            error = f"its replica is gone ({type(gone[0]).__name__})"
+        return Ended(replica=number, pack=pack, error=error, lost=lost, remarks=remarks)
 
-    def _gone(self, number: int, pack: Pack | None, error: Exception) -> Ended | None:
-        """An actor is gone, or could not start: another one takes its place."""
-        if pack is None:
-            self._failed_starts += 1
-            if self._failed_starts >= _STARTS:
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                raise TpuportError(
-                    f"replicas do not start: {one_line(lines[-1])}; is tpuport "
-                    "installed on every host of the cluster?"
-                ) from error
-        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
-            self._ray.kill(self._actors[number])  # one that failed in its start
+    def _start_again(self, number: int) -> None:
+        for actor in self._actors[number]:
+            with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+                self._ray.kill(actor)
         self._start(number)
-        if pack is None:
-            return None
-        why = f"its replica is gone ({type(error).__name__})"
-        return Ended(replica=number, pack=pack, error=why, lost=True)
-
-
-def _options(topology: Topology | None) -> dict[str, Any]:
-    """What one actor is placed by."""
-    if topology is None:
-        return {"num_cpus": 1}
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    from ray.util.tpu import SlicePlacementGroup
-
-    held = {"CPU": 1.0, "TPU": float(topology.chips), _head(topology): 1.0}
-    group = SlicePlacementGroup(
-        topology="x".join(map(str, topology.dims)),
-        accelerator_version=_NAMES.get(topology.chip, topology.chip),
-        resources_per_bundle=held,
-        chips_per_vm=topology.chips,
-    )
-    held_by: Any = group.placement_group
-    strategy = PlacementGroupSchedulingStrategy(placement_group=held_by)
-    cpus = held.pop("CPU")
-    return {"num_cpus": cpus, "resources": held, "scheduling_strategy": strategy}
-
-
-def _head(topology: Topology) -> str:
-    """The resource that Ray gives the first host of a slice."""
-    chip = _NAMES.get(topology.chip, topology.chip)
-    return f"TPU-{chip}-{topology.name.partition('-')[2]}-head"
-
-
-def check_slice(topology: Topology | None) -> None:
-    """Refuse a slice of several hosts."""
-    most = _CHIPS[len(topology.dims)] if topology else 0
-    if topology and topology.chips > most:
-        hosts = math.ceil(topology.chips / most)
-        raise UsageError(
-            f"--topology {topology.name}: has at least {hosts} hosts, and a replica is "
-            "one host; name a slice of one host, such as v6e-8"
-        )
 
 
 @contextlib.contextmanager
 def ray_replicas(
     address: str,
     count: int | None,
-    topology: Topology | None,
+    where: Slice,
     display: Display,
     *,
     debug: bool,
 ) -> Iterator[tuple[RayReplicas, int]]:
-    """Replicas on a cluster, which is started or joined, and how many.
-
-    Args:
-        address: such as ``"10.0.0.2:6379"``, or :data:`LOCAL`.
-        count: ``None`` for all slices of the cluster, or one CPU.
-
-    Raises:
-        UsageError: there is no Ray, no such cluster, or no such slice in the cluster.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("--ray needs Ray: pip install 'tpuport[ray]'") from error
-    given: dict[str, Any] = {"address": address}
-    if address == LOCAL:
-        given |= {"num_cpus": count or 1, "object_store_memory": _STORE}
-        given |= {"include_dashboard": False}
-    try:
-        with display.timed(f"joining Ray at {address}"):
-            ray.init(
-                logging_level=logging.DEBUG if debug else logging.CRITICAL,
-                log_to_driver=debug,
-                **given,
-            )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"--ray {address}: there is no cluster ({one_line(error)}); start one with "
-            "`ray start --head`, or give --ray local"
-        ) from error
-    try:
-        there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        if topology is None and there.get("TPU"):
-            raise UsageError("--topology is missing: name the slice of a replica")
-        if topology is not None:
-            slices = int(there.get(_head(topology), 0))
-            if not slices:
-                raise UsageError(
-                    f"--topology {topology.name}: the cluster has none, as no host has "
-                    f"the resource {_head(topology)}"
-                )
-            count = count or slices
-        number = count or 1
-        yield RayReplicas(ray, number, topology, debug, display), number
-    finally:
-        ray.shutdown()
+    """Replicas on a cluster, and how many; as :func:`~.cluster.joined`."""
+    with joined(address, count, where, display, debug=debug) as (ray, places):
+        yield RayReplicas(ray, places, debug, display), len(places)

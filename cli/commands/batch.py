@@ -14,15 +14,15 @@ import typer
 from tpuport.cli.asked.environment import BATCHES, cache_folder, prepare, running
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.batches.cluster import Slice, slice_of
 from tpuport.cli.batches.driver import Batch
 from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Replicas, this_process
-from tpuport.cli.batches.ray_replicas import check_slice, ray_replicas
+from tpuport.cli.batches.ray_replicas import ray_replicas
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import check_report, give_out, say
 from tpuport.core.files.stores import from_anywhere, local_of
 from tpuport.core.files.typed import read_text
-from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import read_value
@@ -76,11 +76,7 @@ def batch(
             raise UsageError(
                 "--report: is in the folder of the batch; put it elsewhere"
             )
-    found = None if topology is None else parse_topology(topology)
-    check_slice(found)
-    for name, value in (("replicas", replicas), ("topology", topology)):
-        if ray is None and value is not None:
-            raise UsageError(f"--{name} goes with --ray only")
+    found = slice_of(ray, replicas, topology)
     read_text(file, "file of requests")  # refused before there is a folder
     below = replace(settings, report=None, read_from=(*settings.read_from, file))
     with folder.held():
@@ -103,7 +99,7 @@ def batch(
 
 @contextlib.contextmanager
 def _replicas(
-    settings: Settings, ray: str | None, count: int | None, topology: Topology | None
+    settings: Settings, ray: str | None, count: int | None, where: Slice
 ) -> Iterator[tuple[Display, Replicas, int]]:
     """What shows the batch, what makes the videos, and how many of these there are."""
     if ray is None:
@@ -112,6 +108,6 @@ def _replicas(
         return
     cache_folder(settings.cache_dir)
     with Display(signals.check) as display:
-        given: Any = (ray, count, topology, display)
+        given: Any = (ray, count, where, display)
         with ray_replicas(*given, debug=settings.debug) as (those, number):
             yield display, those, number

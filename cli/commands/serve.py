@@ -1,25 +1,34 @@
-"""``tpuport serve``: a server of videos over HTTP, on this machine."""
+"""``tpuport serve``: a server of videos over HTTP; its engines, here or on Ray."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import re
 import socket
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, prepare
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings, of_server
+from tpuport.cli.batches.cluster import Slice, slice_of
 from tpuport.cli.server.fields import Limits, Shape
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.files.run_lock import working_in
+from tpuport.core.run.progress import Display
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import DEMO, read_value
 from tpuport.errors import UsageError, quoted
+
+if TYPE_CHECKING:
+    from tpuport.cli.server.work import MakeEngine
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -39,6 +48,13 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     max_steps=flag("--max-steps N", "The most steps of a video.", min=1),
     loras=flag("--loras FOLDER", "LoRA files that requests may name."),
     allow_urls=flag("--allow-urls", "Open public https addresses of images."),
+    ray=flag("--ray ADDRESS|local", "A Ray cluster; local starts one here."),
+    replicas=flag(
+        "--replicas N",
+        "Engines on the cluster. (default: all its slices, or one CPU)",
+        min=1,
+    ),
+    topology=flag("--topology NAME", "The slice of each engine, such as v6e-8."),
 )
 def serve(
     settings: Settings,
@@ -52,6 +68,9 @@ def serve(
     max_steps: int = 200,
     loras: str | None = None,
     allow_urls: bool = False,
+    ray: str | None = None,
+    replicas: int | None = None,
+    topology: str | None = None,
 ) -> None:
     """Serve videos over HTTP, as OpenAI's /v1/videos.
 
@@ -78,9 +97,14 @@ def serve(
         queue=queue,
         urls=allow_urls,
     )
+    cluster = _Cluster(ray, replicas, _slice_of_one_host(ray, replicas, topology))
     own = place(folder, "--folder") or cache_folder(settings.cache_dir) / "serve"
-    with _listening(host, port) as listening, working_in(own):
-        _serve(listening, own, host, asked)
+    with (
+        _listening(host, port) as listening,
+        working_in(own),
+        _engines(cluster, own, debug=settings.debug) as engines,
+    ):
+        _serve(listening, own, host, asked, engines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +122,54 @@ class _Asked:
     keep: float
     queue: int
     urls: bool
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """Where engines are.
+
+    Attributes:
+        address: of Ray; ``None`` for one engine beside the server.
+        count: ``None`` for all slices.
+        where: the slice of each.
+    """
+
+    address: str | None
+    count: int | None
+    where: Slice
+
+
+def _slice_of_one_host(
+    ray: str | None, replicas: int | None, topology: str | None
+) -> Slice:
+    found = slice_of(ray, replicas, topology)
+    if found.hosts > 1:
+        raise UsageError(
+            f"--topology {topology}: has {found.hosts} hosts, and an engine of serve "
+            "is on one; name a slice of one host, such as v6e-8"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _engines(
+    cluster: _Cluster, folder: Path, *, debug: bool
+) -> Iterator[Sequence[MakeEngine]]:
+    """What starts each engine."""
+    from tpuport.cli.server.child import MAKES
+    from tpuport.cli.server.worker import Worker
+
+    if cluster.address is None:
+        yield [functools.partial(Worker, MAKES, debug=debug)]
+        return
+    from tpuport.cli.server.actors import ray_engines
+
+    with contextlib.ExitStack() as stack:
+        with Display(signals.check) as display:
+            given: Any = (cluster.address, cluster.count, cluster.where, folder)
+            found = ray_engines(*given, display, debug=debug)
+            engines = stack.enter_context(found)
+        yield engines
 
 
 def _check_installed() -> None:
@@ -163,19 +235,22 @@ def _model_name(settings: Settings) -> str:
     return weights.name if isinstance(weights, Path) else str(weights)
 
 
-def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> None:
+def _serve(
+    listening: socket.socket,
+    folder: Path,
+    host: str,
+    asked: _Asked,
+    engines: Sequence[MakeEngine],
+) -> None:
     """Answer until a signal ends the server."""
-    import functools
-
     import uvicorn
 
     from tpuport.cli.server.api import Service, application
-    from tpuport.cli.server.child import MAKES
     from tpuport.cli.server.dispatcher import Dispatcher
     from tpuport.cli.server.guard import Guard, PatientProtocol, is_loopback
     from tpuport.cli.server.jobs import Jobs
     from tpuport.cli.server.metrics import Metrics
-    from tpuport.cli.server.worker import Checks, Worker
+    from tpuport.cli.server.worker import Checks
 
     # What is wrong in a form, its client is told.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
@@ -188,7 +263,7 @@ def _serve(listening: socket.socket, folder: Path, host: str, asked: _Asked) -> 
         )
     made = Dispatcher(
         *(jobs, folder, below, asked.shapes),
-        engines=[functools.partial(Worker, MAKES, debug=below.debug)],
+        engines=engines,
         keep=asked.keep,
         checks=Checks(debug=below.debug),
         metrics=metrics,

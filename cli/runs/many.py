@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.staged import begun
+from tpuport.cli.runs.staged import alike, begun
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.runs.video_run import VideoRun, Wanted, find
 from tpuport.core.files.run_lock import holder
+from tpuport.core.mesh.hosts import here
 from tpuport.core.reports import Reporter, RunReport
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import ArtifactError, TpuportError, WriteError
@@ -71,18 +72,20 @@ class Engine:
             previews: a file of each video for its frames while steps run, which may
                 share some; empty for none.
         """
-        _wait_for(folder)
+        if here().first:
+            _wait_for(folder)
         try:
             report = self._made(requests, folder, previews)
         except WriteError:
             raise
         except ArtifactError:
             # Of other versions, weights or a file that was altered: from the beginning.
-            if not folder.exists() or holder(folder) is not None:
+            if not folder.exists() or holder(folder) is not None or not here().first:
                 raise
             shutil.rmtree(folder)
             report = self._made(requests, folder, previews)
-        shutil.rmtree(folder, ignore_errors=True)
+        if here().first:
+            shutil.rmtree(folder, ignore_errors=True)
         return report
 
     def _made(
@@ -98,9 +101,13 @@ class Engine:
         folder = find(settings, self._reporter)
         run = VideoRun.prepared(settings, folder, self._reporter, wanted=wanted)
         run.request, run.previews = named[0][1], tuple(previews)
-        outputs = [run.outputs_of(asked, _count(asked)) for asked, _ in named]
+        outputs = []
+        if here().first:
+            outputs = [run.outputs_of(asked, _count(asked)) for asked, _ in named]
         self._take(run)
-        with begun(run, outputs[0].asked if not wanted else "") as kept:
+        out = outputs[0].asked if outputs and not wanted else ""
+        with begun(run, out) as kept:
+            here().same(alike(run))
             run.kept = kept
             try:
                 return run.make_open(outputs, started)[1]

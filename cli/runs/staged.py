@@ -49,7 +49,7 @@ def begin_run(
     until = StageName.ENCODE if command == StageName.ENCODE else None
     folder = find(settings, reporter)
     run = VideoRun.prepared(settings, folder, reporter, partly=until is not None)
-    here().same(_alike(run))
+    here().same(alike(run))
     outputs = None
     if until is None and here().first:
         outputs = run.outputs(f"{_short_name(run)}{_seed(run)}.mp4")
@@ -151,7 +151,7 @@ def _opened(
         folder = find(settings, reporter)
         run = VideoRun.prepared(settings, folder, reporter, partly=True)
         _check_same(kept, run)
-        here().same(_alike(run))
+        here().same(alike(run))
         if resumes:
             _say_where(kept)
         told = going_on(path) if here().first else contextlib.nullcontext()
@@ -187,7 +187,7 @@ def _record(run: VideoRun, out: str = "") -> Record:
     }
 
 
-def _alike(run: VideoRun) -> dict[str, str]:
+def alike(run: VideoRun) -> dict[str, str]:
     """What the processes of a run need alike, of what they have read."""
     if not here().several:
         return {}

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 
 from tpuport.cli.server.bodies import KEY, asked_of, digest_of, key_of
 from tpuport.cli.server.dispatcher import Dispatcher
-from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import (
     IMAGE,
     MOST_VIDEOS,
@@ -28,7 +27,7 @@ from tpuport.cli.server.fields import (
 )
 from tpuport.cli.server.guard import MOST_BODY
 from tpuport.cli.server.jobs import COMPLETED, FAILED, QUEUED, RUNNING, Job, new_id
-from tpuport.cli.server.messages import SHEET, THUMBNAIL
+from tpuport.cli.server.messages import SHEET, THUMBNAIL, Refused
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.uploads import MOST_PIXELS, image_of, kept_image
 from tpuport.cli.server.work import READY, video_name

@@ -13,9 +13,9 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from tpuport.cli.batches.requests import object_of
-from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import IMAGE, IMAGE_URL, of_text
 from tpuport.cli.server.guard import MOST_BODY
+from tpuport.cli.server.messages import Refused
 from tpuport.errors import TpuportError, in_one_line, quoted
 
 #: Bytes of JSON beside an image: to read more takes seconds.

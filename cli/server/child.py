@@ -6,6 +6,7 @@ process. So neither is done in the process that answers.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import io
 import os
@@ -16,7 +17,7 @@ from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tpuport.cli.asked.environment import import_libraries, prepare
 from tpuport.cli.batches.folder import BatchFolder
@@ -59,13 +60,17 @@ def run(connection: Connection, role: str, debug: bool) -> None:
     if role == CHECKS:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.nice(10)
-    prepare(debug=debug)
-    line = _Line(connection)
-    import_libraries(Reporter())
-    line.send(Opened())
-    if role == CHECKS:
-        while True:
-            line.send(_checked(line.asked.get()))
+    line = _ToServer(connection)
+    if role == MAKES:
+        make_videos(line, debug=debug)
+    _begin(line, debug=debug)
+    while True:
+        line.send(_checked(line.asked.get()))
+
+
+def make_videos(line: Line, *, debug: bool) -> NoReturn:
+    """Make what is asked for, and tell how far it is."""
+    _begin(line, debug=debug)
     from tpuport.cli.runs.many import Engine
 
     events = _Events(line)
@@ -76,13 +81,42 @@ def run(connection: Connection, role: str, debug: bool) -> None:
             line.send(ended)
 
 
-class _Line:
+def _begin(line: Line, *, debug: bool) -> None:
+    prepare(debug=debug)
+    import_libraries(Reporter())
+    line.send(Opened())
+
+
+class Line(abc.ABC):
+    """What a process hears of the server, and tells the server.
+
+    Attributes:
+        asked: what is to be done.
+        stopped: jobs that nobody wants any more.
+    """
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.stopped: set[str] = set()
+
+    @abc.abstractmethod
+    def send(self, message: Any) -> None:
+        """Tell the server."""
+
+    def take(self, message: Any) -> None:
+        """Hear the server."""
+        if isinstance(message, Stop):
+            self.stopped.add(message.job)
+        else:
+            self.asked.put(message)
+
+
+class _ToServer(Line):
     """The connection to the server; the process ends with it."""
 
     def __init__(self, connection: Connection) -> None:
+        super().__init__()
         self._connection, self._lock = connection, threading.Lock()
-        self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.stopped: set[str] = set()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -93,18 +127,14 @@ class _Line:
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                message = self._connection.recv()
-                if isinstance(message, Stop):
-                    self.stopped.add(message.job)
-                else:
-                    self.asked.put(message)
+                self.take(self._connection.recv())
         os._exit(0)  # checkpoints are whole at any time
 
 
 class _Events(Reporter):
     """Tells the server how far a job is, and ends one that is stopped."""
 
-    def __init__(self, line: _Line) -> None:
+    def __init__(self, line: Line) -> None:
         self._line = line
         self._said: deque[str] = deque(maxlen=100)
         self.job, self.call, self.stage = "", 0, ""

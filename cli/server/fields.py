@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.messages import Refused
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import TpuportError, did_you_mean, in_one_line, quoted

@@ -17,7 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.messages import Refused
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.shown.output import say
 from tpuport.core.files.typed import read_text

@@ -1,4 +1,4 @@
-"""What a server and the processes beside it say to each other."""
+"""What a server and its processes say to each other, and what it tells a client."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from tpuport.cli.batches.packs import Pack
 
 #: What an engine writes beside a video: frames while steps run, and endings of files.
 PREVIEW, THUMBNAIL, SHEET = "preview.png", ".webp", ".jpg"
+
+#: HTTP's codes by the type that clients are told.
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found"}
+
+#: Characters of a message.
+_LONGEST = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +115,38 @@ class Checked:
 @dataclass(frozen=True)
 class Gone:
     """The process has ended."""
+
+
+class Refused(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: HTTP's code.
+        message: one line for people.
+        param: the field that is at fault.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = _sendable(message)[:_LONGEST]
+        self.param = None if param is None else _sendable(param)[:100]
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        kind = _TYPES.get(self.status)
+        if kind is None:
+            kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": None,
+            }
+        }
+
+
+def _sendable(text: str) -> str:
+    """A text that is UTF-8, whatever a client has sent."""
+    return text.encode("utf-8", "replace").decode()

@@ -15,8 +15,8 @@ import time
 import urllib.parse
 from pathlib import Path
 
-from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import IMAGE
+from tpuport.cli.server.messages import Refused
 from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.core.files.sources import SMALLEST_SIDE
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.server.child import CHECKS, run
-from tpuport.cli.server.errors import Refused
-from tpuport.cli.server.messages import Check, Checked, Gone
+from tpuport.cli.server.messages import Check, Checked, Gone, Refused
 
 #: Seconds of a check, at most; the first one waits for imports.
 _CHECK = 300.0

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.cli.tools import call
-from tpuport.cli.batches.ray_replicas import check_slice
+from tpuport.cli.batches.cluster import hosts_of
 from tpuport.core.mesh.slices import parse_topology
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +136,7 @@ def test_the_example_asks_for_one_slice_with_all_its_chips() -> None:
         assert int(asked["google.com/tpu"]) == y * x
     topology = parse_topology(f"v6e-{y * x}")
     assert topology.dims == (y, x)
-    check_slice(topology)  # all chips are on one host
+    assert hosts_of(topology) == 1
 
 
 def test_the_parts_of_the_example_name_each_other() -> None:

@@ -96,7 +96,8 @@ def test_what_is_wrong_with_the_command_is_one_line(cli: Cli, folder: Path) -> N
     file = write({"prompt": "a fox", "id": "a"}, {"prompt": "a cat", "id": "a"})
     cli.refused("--out is missing", "batch", file)
     cli.refused(
-        "--replicas goes with --ray", "batch", file, "--out", "o", "--replicas", "2"
+        "--replicas 2: replicas are of a Ray cluster; name it by --ray",
+        *("batch", file, "--out", "o", "--replicas", "2"),
     )
     many = ("--ray", "local", "--topology", "v6e-16")
     cli.refused("has at least 2 hosts", "batch", file, "--out", "o", *many)

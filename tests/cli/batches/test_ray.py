@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +18,8 @@ import pytest
 
 from tests.cli.batches.test_local import FLAGS, alone, records, write
 from tests.cli.tools import Cli
-from tpuport.cli.batches import ray_replicas
+from tpuport.cli.batches import cluster
 from tpuport.core.files.run_lock import holder
-from tpuport.core.mesh.slices import parse_topology
 
 #: Seconds for a cluster to start and a replica to import what it needs; and for all
 #: videos, which took 316 beside two other loads. Nothing but a hang takes longer.
@@ -104,7 +105,7 @@ def test_forty_requests_outlive_a_replica_and_the_driver(
 def test_a_replica_holds_a_slice(tmp_path: Path) -> None:
     """Ray is told of two slices that are not there. A cluster starts: over 10 s."""
     ray = pytest.importorskip("ray")
-    slice_ = parse_topology("v6e-8")
+    slice_ = cluster.slice_of("local", None, "v6e-8")
 
     class Small:
         def held(self) -> dict[str, float]:
@@ -123,8 +124,9 @@ def test_a_replica_holds_a_slice(tmp_path: Path) -> None:
     )
     try:
         first, second = (
-            ray.remote(Small).options(**ray_replicas._options(slice_)).remote()
+            ray.remote(Small).options(**place).remote()
             for _ in range(2)
+            for place in cluster._places(slice_)
         )
         assert ray.get(first.held.remote(), timeout=PATIENCE) == {
             "TPU": 8.0,
@@ -135,3 +137,60 @@ def test_a_replica_holds_a_slice(tmp_path: Path) -> None:
         assert ray.available_resources().get("TPU", 0) == 0
     finally:
         ray.shutdown()
+
+
+def test_a_replica_of_two_hosts_outlives_one_of_them(
+    cli: Cli, cache: Path, folder: Path
+) -> None:
+    """A cluster starts, and twice two processes that compile: more than 10 s."""
+    lines: list[dict[str, Any]] = [
+        {"prompt": "long", "size": "32x16", "steps": 100, "id": "long"},
+        {"prompt": "odd", "size": "20x20", "id": "odd"},
+        {"prompt": "a fox", "size": "16x16", "seed": 3, "id": "fox"},
+    ]
+    file, out = write(*lines), Path("out")
+    command = [sys.executable, "-m", "tpuport", "batch", str(file), "--out", "out"]
+    command += ["--weights", str(folder), *FLAGS, "--checkpoint-every", "1", "--json"]
+    command += ["--ray", "local", "--topology", "cpu-hosts-2", "--mesh", "sp=2"]
+    one = "--xla_force_host_platform_device_count=1"
+    environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
+    environment["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {one}"
+    with Path("said").open("wb") as said, Path("told").open("wb") as told:
+        driver = subprocess.Popen(command, env=environment, stdout=told, stderr=said)
+    run_dir = out / "runs/long"
+    wait_for(lambda: steps(run_dir) > 3, driver)
+    first, *others = sorted(members(driver), key=lambda n: n != holder(run_dir))
+    assert (first, len(others)) == (holder(run_dir), 1)
+    os.kill(others[0], signal.SIGKILL)
+    reached = steps(run_dir)
+    assert driver.wait(LONG) == 1, Path("said").read_text()
+    told_of = Path("said").read_text()
+    assert "line 1: its replica is gone" in told_of or "died; tried again" in told_of
+    found = re.search(r"going on with the run in .*long, after .*step (\d+)", told_of)
+    assert found is not None, told_of
+    assert int(found[1]) >= reached > 3
+    document = json.loads(Path("told").read_text())
+    assert (document["done"], document["failed"]) == (2, 1)
+    (error,) = records(out / "errors.jsonl")
+    assert error["key"] == "odd"
+    for number, request in enumerate(lines[::2]):
+        made = (out / f"{request['id']}.mp4").read_bytes()
+        given = {**request, "mesh": "sp=2"}
+        assert made == alone(cli, folder, given, f"{number}.mp4"), request
+
+
+def members(driver: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of replicas of a batch's own cluster."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            name = (place / "cmdline").read_bytes()
+            if name.startswith(b"ray::Replica") and driver.pid in above(place):
+                found.append(int(place.name))
+    return found
+
+
+def above(place: Path) -> list[int]:
+    """The processes that started a process, the last one first."""
+    number = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+    return [number, *(above(place.with_name(str(number))) if number > 1 else [])]

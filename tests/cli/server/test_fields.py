@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.server.errors import Refused
 from tpuport.cli.server.fields import Limits, Shape, Wanted, of_text, understood
+from tpuport.cli.server.messages import Refused
 
 SHAPES = (
     Shape(96, 64, 9, fps=8.0, state="ready"),

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from tpuport.cli.server import uploads
-from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.messages import Refused
 from tpuport.cli.server.uploads import fetched, image_of, kept_image, public_address
 
 

@@ -47,7 +47,7 @@ def join(hosts: Hosts) -> None:
     from jax._src.lib import _jax
 
     host, _ = hosts.at.coordinator
-    port = int(hosts.told(_free_port))
+    port = int(hosts.told(lambda: str(free_port()).encode()))
     address, service = f"{host}:{port}", None
     if hosts.first:
         service = _Service(f"[::]:{port}", hosts.at.count)
@@ -68,9 +68,10 @@ def join(hosts: Hosts) -> None:
         )
 
 
-def _free_port() -> bytes:
+def free_port() -> int:
+    """A port where nobody listens."""
     with socket.create_server(("", 0)) as server:
-        return str(server.getsockname()[1]).encode()
+        return int(server.getsockname()[1])
 
 
 def _serve(address: str, count: int) -> None:

@@ -1,0 +1,244 @@
+"""A cluster of Ray, and the slices of it that actors are placed on.
+
+Ray is imported where it is used: it is the extra ``ray``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from tpuport.cli.shown import signals
+from tpuport.core.files.atomic import one_line
+from tpuport.core.mesh.slices import Topology, parse_topology
+from tpuport.core.run.progress import Display
+from tpuport.errors import UsageError
+
+#: In place of an address: a cluster of this machine, for this command.
+LOCAL = "local"
+#: Seconds until a line says what is waited for, and in which a host answers.
+LONG = 60.0
+#: Seconds in which a cluster answers at all.
+_ANSWERS = 5.0
+#: Chips of the largest machine by the number of axes of the interconnect, and of each
+#: host of a larger slice.
+_CHIPS, _CHIPS_OF_SEVERAL = {2: 8, 3: 4}, 4
+#: Bytes for objects in a cluster of this machine: requests are small.
+_STORE = 80 << 20
+#: What Ray calls a chip, where that is another name.
+_NAMES = {"v5e": "v5litepod"}
+#: Hosts without chips, to try what several do.
+_CPUS = re.compile(r"cpu-hosts-([1-9]\d?)")
+
+Place = dict[str, Any]
+"""What Ray places an actor by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """What a replica runs on.
+
+    Attributes:
+        topology: ``None`` for CPUs.
+        hosts: each has a process.
+    """
+
+    topology: Topology | None = None
+    hosts: int = 1
+
+    @property
+    def resource(self) -> str:
+        """What Ray calls the devices of a host."""
+        return "CPU" if self.topology is None else "TPU"
+
+
+def slice_of(ray: str | None, replicas: int | None, topology: str | None) -> Slice:
+    """The slice of a replica that flags name.
+
+    Raises:
+        UsageError: the flags need ``--ray``, or there is no such slice.
+    """
+    for name, value in (("replicas", replicas), ("topology", topology)):
+        if ray is None and value is not None:
+            raise UsageError(
+                f"--{name} {value}: replicas are of a Ray cluster; name it by --ray "
+                f"ADDRESS, or give --ray {LOCAL}"
+            )
+    if topology is None:
+        return Slice()
+    if cpus := _CPUS.fullmatch(topology):
+        return Slice(hosts=int(cpus[1]))
+    found = parse_topology(topology)
+    return Slice(topology=found, hosts=hosts_of(found))
+
+
+def hosts_of(topology: Topology) -> int:
+    """How many hosts a slice has."""
+    if topology.chips <= _CHIPS[len(topology.dims)]:
+        return 1
+    return topology.chips // _CHIPS_OF_SEVERAL
+
+
+def why_of(error: Exception) -> str:
+    """Why something of tpuport did not run on a host, in words."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{one_line(lines[-1])}; is tpuport installed on every host of the cluster?"
+
+
+@contextlib.contextmanager
+def joined(
+    address: str,
+    count: int | None,
+    where: Slice,
+    display: Display,
+    *,
+    debug: bool,
+) -> Iterator[tuple[Any, list[list[Place]]]]:
+    """Ray, once a cluster is started or joined, and the places of each replica.
+
+    Args:
+        address: such as ``"10.0.0.2:6379"``, or :data:`LOCAL`.
+        count: of replicas; ``None`` for all slices of the cluster, or one of CPUs.
+        where: the slice of each; there is a place for each of its hosts.
+
+    Raises:
+        UsageError: there is no Ray, no such cluster, or no such slice in the cluster.
+    """
+    cpus = (count or 1) * where.hosts
+    with _connected(address, cpus, display, debug=debug) as ray:
+        there = ray.cluster_resources()
+        if where == Slice() and there.get("TPU"):
+            raise UsageError("--topology is missing: name the slice of a replica")
+        if (topology := where.topology) is not None:
+            slices = int(there.get(_head(topology), 0))
+            if not slices:
+                raise UsageError(
+                    f"--topology {topology.name}: the cluster has none, as no host has "
+                    f"the resource {_head(topology)}"
+                )
+            count = count or slices
+        yield ray, [_places(where) for _ in range(count or 1)]
+
+
+@contextlib.contextmanager
+def _connected(
+    address: str, cpus: int, display: Display, *, debug: bool
+) -> Iterator[Any]:
+    """Ray, on a cluster of this machine with ``cpus``, or on another one."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--ray needs Ray: pip install 'tpuport[ray]'") from error
+    given: dict[str, Any] = {"address": address}
+    _check_listens(address)
+    if address == LOCAL:
+        given |= {"num_cpus": cpus, "object_store_memory": _STORE}
+        given |= {"include_dashboard": False}
+
+    def told(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if debug:
+            print(*data["lines"], sep="\n", file=sys.stderr)
+
+    # Ray tells of actors that are gone on stdout, whatever it is told.
+    with mock.patch("ray._private.worker.print_to_stdstream", told):
+        try:
+            with display.timed(f"joining Ray at {address}"):
+                ray.init(
+                    logging_level=logging.DEBUG if debug else logging.CRITICAL,
+                    log_to_driver=debug,
+                    **given,
+                )
+            signals.check()  # Ray has taken SIGTERM
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise _no_cluster(address, error) from error
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Refuse an address where nobody listens, which Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "//" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"--ray {address}: there is no cluster ({one_line(error)}); start one with "
+        f"`ray start --head`, or give --ray {LOCAL}"
+    )
+
+
+def _head(topology: Topology) -> str:
+    """The resource that Ray gives the first host of a slice."""
+    chip = _NAMES.get(topology.chip, topology.chip)
+    return f"TPU-{chip}-{topology.name.partition('-')[2]}-head"
+
+
+def _places(where: Slice) -> list[Place]:
+    """A place for each host of a new replica."""
+    topology, hosts = where.topology, where.hosts
+    if topology is None:
+        return _places_on_cpus(hosts)
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.tpu import SlicePlacementGroup
+
+    held = {"CPU": 1.0, "TPU": float(topology.chips // hosts)}
+    order: Any = None
+    if hosts == 1:
+        held[_head(topology)] = 1.0
+    else:  # process N is on worker N of the slice, as libtpu counts
+        order = [{"ray.io/tpu-worker-id": str(number)} for number in range(hosts)]
+    try:
+        group = SlicePlacementGroup(
+            topology="x".join(map(str, topology.dims)),
+            accelerator_version=_NAMES.get(topology.chip, topology.chip),
+            resources_per_bundle=held,
+            chips_per_vm=topology.chips // hosts,
+            bundle_label_selector=order,
+            head_reservation_timeout_s=LONG,
+        )
+    except TimeoutError as error:
+        raise UsageError(
+            f"--topology {topology.name}: no slice is free; wait, or give fewer "
+            "--replicas"
+        ) from error
+    held_by: Any = group.placement_group
+    cpus = held.pop("CPU")
+    return [
+        {
+            "num_cpus": cpus,
+            "resources": held,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=held_by, placement_group_bundle_index=number
+            ),
+        }
+        for number in range(hosts)
+    ]
+
+
+def _places_on_cpus(hosts: int) -> list[Place]:
+    """Places that are there together or not at all."""
+    if hosts == 1:
+        return [{"num_cpus": 1}]
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([{"CPU": 1.0}] * hosts)
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group)
+    return [{"num_cpus": 1, "scheduling_strategy": strategy}] * hosts
