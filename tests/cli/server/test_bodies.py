@@ -9,7 +9,7 @@ import pytest
 from fastapi import Request
 
 from tpuport.cli.server.bodies import asked_of
-from tpuport.cli.server.errors import Refused
+from tpuport.cli.server.messages import Refused
 
 FORM = (
     b'--edge\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na fox\r\n'
