@@ -99,8 +99,6 @@ def test_what_is_wrong_with_the_command_is_one_line(cli: Cli, folder: Path) -> N
         "--replicas 2: replicas are of a Ray cluster; name it by --ray",
         *("batch", file, "--out", "o", "--replicas", "2"),
     )
-    many = ("--ray", "local", "--topology", "v6e-16")
-    cli.refused("has at least 2 hosts", "batch", file, "--out", "o", *many)
     cli.refused("does not exist", "batch", "none.jsonl", "--out", "o")
     Path("mine").mkdir()
     Path("mine/letter.txt").touch()

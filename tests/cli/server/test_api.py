@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from tpuport.cli.server.api import FREE, Service, application
 from tpuport.cli.server.fields import Limits
+from tpuport.cli.server.guard import Guard
 from tpuport.cli.server.jobs import Jobs
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.work import READY
@@ -23,16 +24,18 @@ def test_a_full_disk_takes_no_job(
     jobs = Jobs(tmp_path / "jobs.sqlite3")
     files = SimpleNamespace(folder=tmp_path)
     made: Any = SimpleNamespace(status=READY, error="", jobs=jobs, files=files)
+    metrics = Metrics()
     service = Service(
         dispatcher=made,
-        metrics=Metrics(),
+        metrics=metrics,
         model="fox",
         limits=Limits(steps=9, loras={}),
         queue=3,
         urls=False,
         created=0,
     )
-    client = TestClient(application(service))
+    app = Guard(application(service), keys=(), local=True, metrics=metrics)
+    client = TestClient(app, base_url="http://127.0.0.1")
     free = FREE - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     answer = client.post("/v1/videos", json={"prompt": "a fox"})
