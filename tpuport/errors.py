@@ -116,6 +116,10 @@ class ArtifactError(TpuportError):
     """A file of a run directory is missing, altered, truncated or of another run."""
 
 
+class AtWorkError(ArtifactError):
+    """Another process works on a run directory."""
+
+
 class MissingArtifactError(ArtifactError, UsageError):
     """A run directory, sidecar or folder of executables that was named is not there."""
 

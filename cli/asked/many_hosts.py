@@ -44,7 +44,7 @@ def joined(settings: Settings) -> Iterator[Settings]:
         return
     if settings.preview:
         raise UsageError("--preview: not for a run over several processes")
-    hosts = meet(at, about(settings), _wait())
+    hosts = meet(at, about(settings), hosts_wait())
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_gloos_lines())
@@ -158,7 +158,9 @@ def _of_cluster() -> Address:
 
     find = ClusterEnv.auto_detect_unset_distributed_params
     try:
-        address, count, number, _ = find(None, None, None, None, None, int(_wait()))
+        address, count, number, _ = find(
+            None, None, None, None, None, int(hosts_wait())
+        )
     except Exception as error:
         raise UsageError(
             f"--distributed: what jax asks of the cluster fails ({error}); name "
@@ -173,7 +175,8 @@ def _of_cluster() -> Address:
     return Address((host, int(port)), count, number)
 
 
-def _wait() -> float:
+def hosts_wait() -> float:
+    """Seconds that processes of a run wait for each other at the start."""
     text = os.environ.get("TPUPORT_HOSTS_WAIT", str(WAIT))
     try:
         return max(float(text), 1.0)

@@ -20,7 +20,7 @@ from tpuport.cli.shown import signals
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.run.progress import Display
-from tpuport.errors import UsageError
+from tpuport.errors import TpuportError, UsageError
 
 #: In place of an address: a cluster of this machine, for this command.
 LOCAL = "local"
@@ -56,8 +56,8 @@ class Slice:
 
     @property
     def resource(self) -> str:
-        """What Ray calls the devices of a host."""
-        return "CPU" if self.topology is None else "TPU"
+        """What the first host of such a slice has, as Ray calls it."""
+        return "CPU" if self.topology is None else _head(self.topology)
 
 
 def slice_of(ray: str | None, replicas: int | None, topology: str | None) -> Slice:
@@ -90,7 +90,54 @@ def hosts_of(topology: Topology) -> int:
 def why_of(error: Exception) -> str:
     """Why something of tpuport did not run on a host, in words."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(cause := getattr(error, "cause", None), TpuportError):
+        return one_line(cause)
     return f"{one_line(lines[-1])}; is tpuport installed on every host of the cluster?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserved:
+    """What a cluster keeps for a replica.
+
+    Attributes:
+        places: one for each host; all are there together or not at all.
+        group: Ray's placement group of the places; ``None`` for one CPU.
+        hold: Ray's hold of a slice; ``None`` for CPUs.
+        several: the slice has several hosts.
+    """
+
+    places: list[Place]
+    group: Any = None
+    hold: Any = None
+    several: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether hosts of the slice are not there.
+
+        Ray waits for hosts of this very slice, which a new slice in its place has not.
+        """
+        from ray.util import placement_group_table
+
+        if not self.several:
+            return False
+        return bool(placement_group_table(self.group).get("state") != "CREATED")
+
+    def free(self) -> None:
+        """Let others have the slice."""
+        if self.hold is not None:
+            self.hold.shutdown()
+
+
+def why_not(begun: bool) -> str:
+    """Why a replica has not started yet, in words.
+
+    Args:
+        begun: its processes are there.
+    """
+    if begun:
+        return "the processes still import torch and jax"
+    return "the cluster has no room so far"
 
 
 @contextlib.contextmanager
@@ -101,13 +148,13 @@ def joined(
     display: Display,
     *,
     debug: bool,
-) -> Iterator[tuple[Any, list[list[Place]]]]:
-    """Ray, once a cluster is started or joined, and the places of each replica.
+) -> Iterator[tuple[Any, list[Reserved]]]:
+    """Ray, once a cluster is started or joined, and what each replica has of it.
 
     Args:
         address: such as ``"10.0.0.2:6379"``, or :data:`LOCAL`.
         count: of replicas; ``None`` for all slices of the cluster, or one of CPUs.
-        where: the slice of each; there is a place for each of its hosts.
+        where: the slice of each.
 
     Raises:
         UsageError: there is no Ray, no such cluster, or no such slice in the cluster.
@@ -125,7 +172,7 @@ def joined(
                     f"the resource {_head(topology)}"
                 )
             count = count or slices
-        yield ray, [_places(where) for _ in range(count or 1)]
+        yield ray, [reserved(where) for _ in range(count or 1)]
 
 
 @contextlib.contextmanager
@@ -190,11 +237,16 @@ def _head(topology: Topology) -> str:
     return f"TPU-{chip}-{topology.name.partition('-')[2]}-head"
 
 
-def _places(where: Slice) -> list[Place]:
-    """A place for each host of a new replica."""
+def reserved(where: Slice) -> Reserved:
+    """Places for a new replica; waits a minute for a slice of several hosts.
+
+    Raises:
+        UsageError: no slice is free, or Ray knows no such slice.
+    """
     topology, hosts = where.topology, where.hosts
     if topology is None:
-        return _places_on_cpus(hosts)
+        return Reserved(places=_places_on_cpus(hosts))
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     from ray.util.tpu import SlicePlacementGroup
 
@@ -218,9 +270,15 @@ def _places(where: Slice) -> list[Place]:
             f"--topology {topology.name}: no slice is free; wait, or give fewer "
             "--replicas"
         ) from error
+    except (RayError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"--topology {topology.name}: Ray reserves no such slice "
+            f"({one_line(str(error).strip())}); look at the labels that `ray list "
+            "nodes --detail` shows"
+        ) from error
     held_by: Any = group.placement_group
     cpus = held.pop("CPU")
-    return [
+    places: list[Place] = [
         {
             "num_cpus": cpus,
             "resources": held,
@@ -230,6 +288,17 @@ def _places(where: Slice) -> list[Place]:
         }
         for number in range(hosts)
     ]
+    return Reserved(places=places, group=held_by, hold=group, several=hosts > 1)
+
+
+def reserved_again(where: Slice) -> Reserved | None:
+    """Places in another slice, by a task of Ray; ``None`` where no slice is free."""
+    try:
+        return reserved(where)
+    except UsageError as error:
+        if isinstance(error.__cause__, TimeoutError):
+            return None
+        raise
 
 
 def _places_on_cpus(hosts: int) -> list[Place]:

@@ -1,6 +1,7 @@
 """Replicas that are actors of Ray, one on each host of a slice of their own.
 
-In place of a replica that has lost an actor another one starts.
+In place of a replica that has lost an actor another one starts, in another slice where
+the slice is lost.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.environment import import_libraries, prepare
-from tpuport.cli.asked.many_hosts import about
-from tpuport.cli.batches.cluster import LONG, Place, Slice, joined, why_of
+from tpuport.cli.asked.many_hosts import about, hosts_wait
+from tpuport.cli.batches.cluster import (
+    LONG,
+    Reserved,
+    Slice,
+    joined,
+    reserved_again,
+    why_not,
+    why_of,
+)
 from tpuport.cli.batches.local import Ended
 from tpuport.cli.batches.packs import Pack, run_dir
 from tpuport.cli.shown.errors import may_pass
@@ -33,6 +42,8 @@ if TYPE_CHECKING:
 _STARTS = 3
 #: Seconds between two looks at signals.
 _LOOK = 0.5
+#: What mends a host that does not come.
+_REMEDY = "open all ports between the hosts of a slice"
 
 
 class _Remarks(Reporter):
@@ -83,12 +94,15 @@ class Replica:
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         return host, coordinator.free_port()
 
-    def start(self, folder: str, debug: bool, at: tuple[str, int], *which: int) -> None:
+    def start(
+        self, folder: str, debug: bool, at: tuple[str, int], wait: float, *which: int
+    ) -> None:
         """Find the other hosts, and import the libraries.
 
         Args:
             folder: the driver's, if this host has it.
             at: the address of the first host; empty without others.
+            wait: seconds for the other hosts.
             which: the number of this host, and how many there are.
         """
         with contextlib.suppress(OSError):
@@ -98,7 +112,7 @@ class Replica:
         if count > 1:
             from tpuport.cli.asked.settings import Settings
 
-            meet(Address(at, count, number), about(Settings()))
+            meet(Address(at, count, number), about(Settings()), wait, _REMEDY)
         import_libraries(Reporter())
         if here().several:
             coordinator.join(here())
@@ -137,35 +151,63 @@ class _Call:
     said: dict[int, Said | Exception | None] = field(default_factory=dict)
 
 
+@dataclass
+class _Start:
+    """A start that is under way.
+
+    Attributes:
+        there: an answer of each actor, once its process is there.
+        looked: when the start began, or was looked at.
+        told: that it takes long.
+    """
+
+    there: list[Any]
+    looked: float = field(default_factory=time.monotonic)
+    told: bool = False
+
+
 class RayReplicas:
     """:class:`~tpuport.cli.batches.local.Replicas` on a cluster that is joined.
 
     Args:
-        places: of each replica.
+        where: the slice of each replica.
+        held: what each replica has of the cluster.
+        wait: seconds that hosts of a replica wait for each other.
     """
 
     def __init__(
-        self, ray: Any, places: list[list[Place]], debug: bool, show: Display
+        self,
+        ray: Any,
+        where: Slice,
+        held: list[Reserved],
+        wait: float,
+        show: Display,
+        *,
+        debug: bool,
     ) -> None:
         self._ray, self._debug, self._show = ray, debug, show
-        self._places = places
+        self._where, self._held, self._wait = where, held, wait
         self._actors: dict[int, list[Any]] = {}
         self._idle: list[int] = []
         #: What is under way, and the number of the actor.
         self._calls: dict[Any, tuple[_Call, int]] = {}
+        #: Tasks that find another slice for a replica.
+        self._searches: dict[Any, int] = {}
+        self._starting: dict[int, _Start] = {}
         self._failed_starts = 0
-        self._since, self._told = time.monotonic(), False
-        for number in range(len(places)):
+        for number in range(len(held)):
             self._start(number)
 
     def _start(self, number: int) -> None:
         made = self._ray.remote(Replica)
         actors = self._actors[number] = [
             made.options(max_restarts=0, max_task_retries=0, **place).remote()
-            for place in self._places[number]
+            for place in self._held[number].places
         ]
-        at = actors[0].address.remote() if len(actors) > 1 else ()
-        given = os.getcwd(), self._debug, at
+        there = [actor.address.remote() for actor in actors]
+        self._starting[number] = _Start(there)
+        at = there[0] if len(actors) > 1 else ()
+        given = os.getcwd(), self._debug, at, self._wait
         call = _Call(number, None)
         for host, actor in enumerate(actors):
             self._calls[actor.start.remote(*given, host, len(actors))] = call, host
@@ -188,12 +230,35 @@ class RayReplicas:
         Raises:
             TpuportError: replicas do not start.
         """
-        done, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=_LOOK)
-        found = [self._ended(one) for one in done]
-        if not self._told and time.monotonic() > self._since + LONG:
-            self._told = True
-            self._show.say("no replica has started yet: the cluster has no room so far")
+        under_way = [*self._calls, *self._searches]
+        done, _ = self._ray.wait(under_way, num_returns=1, timeout=_LOOK)
+        found = []
+        for one in done:
+            if one in self._searches:
+                self._found(one)
+            else:
+                found.append(self._ended(one))
+        self._look_at_starts()
         return [ended for ended in found if ended is not None]
+
+    def _look_at_starts(self) -> None:
+        """Tell of starts that take long; one whose slice is lost begins in another."""
+        late: dict[str, list[str]] = {}
+        for number, start in list(self._starting.items()):
+            if time.monotonic() < start.looked + LONG:
+                continue
+            start.looked = time.monotonic()
+            count = len(start.there)
+            answered, _ = self._ray.wait(start.there, num_returns=count, timeout=0)
+            begun = len(answered) == count
+            if not begun and self._held[number].lost:
+                self._start_again(number)
+            elif not start.told:
+                start.told = True
+                late.setdefault(why_not(begun), []).append(str(number + 1))
+        for why, which in late.items():
+            many = "s" * (len(which) > 1)
+            self._show.say(f"replica{many} {', '.join(which)}: not started yet: {why}")
 
     def _ended(self, one: Any) -> Ended | None:
         call, host = self._calls.pop(one)
@@ -212,15 +277,20 @@ class RayReplicas:
         return self._made(call.replica, call.pack, said, gone)
 
     def _started(self, number: int, gone: list[Exception]) -> None:
-        if not gone:
-            self._failed_starts, self._told = 0, True
+        del self._starting[number]
+        if gone:
+            self._check_starts(gone[0])
+            self._start_again(number)
+        else:
+            self._failed_starts = 0
             self._idle.append(number)
-            return
+
+    def _check_starts(self, error: Exception) -> None:
+        """Count a start that failed, and end after some in a row."""
         self._failed_starts += 1
         if self._failed_starts >= _STARTS:
-            why = f"replicas do not start: {why_of(gone[0])}"
-            raise TpuportError(why) from gone[0]
-        self._start_again(number)
+            why = f"replicas do not start: {why_of(error)}"
+            raise TpuportError(why) from error
 
     def _made(
         self, number: int, pack: Pack, said: list[Any], gone: list[Exception]
@@ -244,6 +314,32 @@ class RayReplicas:
         for actor in self._actors[number]:
             with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
                 self._ray.kill(actor)
+        calls = self._calls.items()
+        self._calls = {one: call for one, call in calls if call[0].replica != number}
+        if not self._held[number].lost:
+            self._start(number)
+            return
+        self._starting.pop(number, None)
+        self._show.say(f"replica {number + 1}: its slice is gone; waiting for another")
+        self._held[number].free()
+        self._search(number)
+
+    def _search(self, number: int) -> None:
+        search = self._ray.remote(num_cpus=0, max_retries=0)(reserved_again)
+        self._searches[search.remote(self._where)] = number
+
+    def _found(self, one: Any) -> None:
+        """Start a replica in a slice that was found, or go on with the search."""
+        number = self._searches.pop(one)
+        try:
+            held = self._ray.get(one)
+        except self._ray.exceptions.RayError as error:
+            self._check_starts(error)
+            held = None
+        if held is None:
+            self._search(number)
+            return
+        self._held[number] = held
         self._start(number)
 
 
@@ -257,5 +353,6 @@ def ray_replicas(
     debug: bool,
 ) -> Iterator[tuple[RayReplicas, int]]:
     """Replicas on a cluster, and how many; as :func:`~.cluster.joined`."""
-    with joined(address, count, where, display, debug=debug) as (ray, places):
-        yield RayReplicas(ray, places, debug, display), len(places)
+    wait = hosts_wait()
+    with joined(address, count, where, display, debug=debug) as (ray, held):
+        yield RayReplicas(ray, where, held, wait, display, debug=debug), len(held)

@@ -18,7 +18,7 @@ from tpuport.core.files.run_lock import holder
 from tpuport.core.mesh.hosts import here
 from tpuport.core.reports import Reporter, RunReport
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.errors import ArtifactError, TpuportError, WriteError
+from tpuport.errors import ArtifactError, AtWorkError, TpuportError, WriteError
 
 #: Seconds in which a process that lost its driver ends.
 _ORPHAN = 60.0
@@ -76,7 +76,7 @@ class Engine:
             _wait_for(folder)
         try:
             report = self._made(requests, folder, previews)
-        except WriteError:
+        except (WriteError, AtWorkError):
             raise
         except ArtifactError:
             # Of other versions, weights or a file that was altered: from the beginning.

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tpuport.cli.batches.cluster import LONG, Place, Slice, joined, why_of
+from tpuport.cli.batches.cluster import (
+    LONG,
+    Place,
+    Slice,
+    joined,
+    why_not,
+    why_of,
+)
 from tpuport.cli.server.child import Line, make_videos
 from tpuport.cli.server.messages import Gone, Remark
 from tpuport.core.run.progress import Display
@@ -23,7 +30,7 @@ _END = 10.0
 
 
 class _Actor(Line):
-    """What runs in an actor's process; its three calls are under way at once."""
+    """What runs in an actor's process; three of its calls are under way at once."""
 
     def __init__(self, folder: str, debug: bool) -> None:
         super().__init__()
@@ -31,6 +38,9 @@ class _Actor(Line):
             os.chdir(folder)
         self._debug = debug
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def there(self) -> None:
+        """Answer once the process is."""
 
     def run(self) -> None:
         make_videos(self, debug=self._debug)
@@ -81,10 +91,11 @@ class RayEngine:
 
     def _listen(self) -> None:
         try:
+            there = self._actor.there.remote()
             run, said = self._actor.run.remote(), self._actor.said.remote()
             if not self._ray.wait([run, said], timeout=LONG)[0]:
-                why = "has not started yet: the cluster has no room so far"
-                self._hear(Remark(self._name, why))
+                begun = bool(self._ray.wait([there], timeout=0)[0])
+                self._hear(Remark(self._name, f"has not started yet: {why_not(begun)}"))
             while True:
                 (done, *_), _ = self._ray.wait([run, said])
                 for message in self._ray.get(done):
@@ -127,20 +138,24 @@ def ray_engines(
     Raises:
         UsageError: as joined; or a host does not see the folder.
     """
-    with joined(address, count, where, display, debug=debug) as (ray, places):
+    with joined(address, count, where, display, debug=debug) as (ray, found):
         with (
             display.timed("looking for --folder on all hosts"),
             tempfile.NamedTemporaryFile(dir=folder) as file,
         ):
             _check_shared(ray, Path(file.name), where.resource)
         yield [
-            functools.partial(RayEngine, ray, f"replica {n}", place, debug=debug)
-            for n, (place,) in enumerate(places, 1)
+            functools.partial(RayEngine, ray, f"engine {n}", *one.places, debug=debug)
+            for n, one in enumerate(found, 1)
         ]
 
 
 def _check_shared(ray: Any, file: Path, resource: str) -> None:
-    """Refuse the folder of a file that a host does not see which may have an engine."""
+    """Refuse the folder of a file that a host does not see which may have an engine.
+
+    Args:
+        resource: what such hosts have.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     hosts = [

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tpuport.errors import ServerError, UsageError, quoted
+from tpuport.errors import ServerError, TpuportError, UsageError, quoted
 
 T = TypeVar("T")
 
@@ -73,7 +73,8 @@ class Server:
 
         Raises:
             UsageError: the server refuses the request.
-            ServerError: it cannot be reached, or cannot take the job.
+            ServerError: it cannot be reached, or cannot take the job. A note says
+                where the server may have taken the job; so it does after a signal.
         """
         own = {"Idempotency-Key": secrets.token_hex(16)}
 
@@ -87,12 +88,22 @@ class Server:
             with image.open("rb") as file:
                 return post(data=form, files={"input_reference": (image.name, file)})
 
+        lost = False
         try:
-            return once()
-        except ServerError as error:
-            if not error.lost:
-                raise
-        return self.patiently(once)
+            try:
+                return once()
+            except ServerError as error:
+                if not (lost := error.lost):
+                    raise
+            return self.patiently(once)
+        except BaseException as error:
+            away = lost and isinstance(error, ServerError) and error.away
+            if away or not isinstance(error, TpuportError):
+                error.add_note(
+                    f"the server may have the job; GET {self.url}/v1/videos lists the "
+                    "jobs, and DELETE ends one"
+                )
+            raise
 
     def job(self, name: str) -> dict[str, Any]:
         """A job as it is now; waits for a server that is away."""

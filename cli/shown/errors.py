@@ -20,6 +20,7 @@ from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.core.mesh.hosts import here
 from tpuport.errors import (
     LINE,
+    AtWorkError,
     MissingStoreError,
     StoreError,
     TpuportError,
@@ -108,11 +109,12 @@ def explain(error: BaseException, *, debug: bool) -> int:
 def may_pass(error: BaseException) -> bool:
     """Whether the same run can succeed when it is tried again.
 
-    A signal, a full disk, a lost device or store and memory that others have taken can
-    pass. Any other error will come again. (The hub is asked before a run has a stage to
-    keep.)
+    A signal, a full disk, a lost device or store, memory that others have taken and a
+    run directory that another process holds can pass: NFS frees the lock of a host that
+    is gone after its lease. Any other error will come again. (The hub is
+    asked before a run has a stage to keep.)
     """
-    if ended_by(error) is not None or isinstance(error, MemoryError):
+    if ended_by(error) is not None or isinstance(error, MemoryError | AtWorkError):
         return True
     if isinstance(error, StoreError):
         return not isinstance(error, MissingStoreError)

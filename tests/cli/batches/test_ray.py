@@ -126,7 +126,7 @@ def test_a_replica_holds_a_slice(tmp_path: Path) -> None:
         first, second = (
             ray.remote(Small).options(**place).remote()
             for _ in range(2)
-            for place in cluster._places(slice_)
+            for place in cluster.reserved(slice_).places
         )
         assert ray.get(first.held.remote(), timeout=PATIENCE) == {
             "TPU": 8.0,

@@ -128,6 +128,29 @@ def test_a_job_whose_answer_is_lost_is_made_once(cli: Cli, fake: Fake) -> None:
     assert len(fake.jobs) == 2
 
 
+def test_a_job_that_the_server_may_have_is_told_of(
+    cli: Cli, fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake.lost = 1000
+    asked = ("submit", "--server", fake.url, "--prompt", "a fox", "--out", FILE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tpuport", *asked],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: len(fake.asked) > 1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=LONGEST)
+    told = f"the server may have the job; GET {fake.url}/v1/videos lists"
+    assert process.returncode == 128 + signal.SIGINT
+    assert said.splitlines()[-1].startswith(told)
+    assert len(fake.jobs) == 1
+    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    ran = cli(*asked)
+    assert (ran.code, ran.last.startswith(told)) == (1, True)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_the_key_is_of_a_file_or_of_the_environment(
     cli: Cli, fake: Fake, named: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from tpuport.cli.shown.errors import explain, may_pass, reported
 from tpuport.core.files.atomic import cannot_write
 from tpuport.errors import (
     ArtifactError,
+    AtWorkError,
     HubError,
     OutputError,
     TpuportError,
@@ -38,6 +39,7 @@ IN_THE_WAY = NotADirectoryError(errno.ENOTDIR, "Not a directory")
     [
         KeyboardInterrupt(),
         MemoryError(),
+        AtWorkError("runs/fox: process 3 is at work in this run directory"),
         FULL,
         OutputError("v.mp4: cannot be written: No space left on device"),
         caused(cannot_write(Path("f"), FULL), FULL),

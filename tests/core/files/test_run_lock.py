@@ -16,7 +16,7 @@ import pytest
 from tests.core.files.runs import failing
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.run_record import RUN_FILE
-from tpuport.errors import ArtifactError, WriteError
+from tpuport.errors import ArtifactError, AtWorkError, WriteError
 
 HOLD = """
 import pathlib, sys, time
@@ -37,7 +37,7 @@ def test_another_process_is_named_and_a_dead_one_locks_nothing(tmp_path: Path) -
         assert process.stdout.readline() == "held\n"
         assert holder(tmp_path) == process.pid
         with (
-            pytest.raises(ArtifactError, match=f"process {process.pid} is at work"),
+            pytest.raises(AtWorkError, match=f"process {process.pid} is at work"),
             working_in(tmp_path),
         ):
             pass

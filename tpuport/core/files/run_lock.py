@@ -13,7 +13,7 @@ from typing import IO
 
 from tpuport.core.files.atomic import cannot_write, missing, remove_empty
 from tpuport.core.files.run_record import RUN_FILE
-from tpuport.errors import ArtifactError
+from tpuport.errors import AtWorkError
 
 #: Locked by the process at work, and holds its number; a dead process locks nothing.
 LOCK_FILE = ".lock"
@@ -45,7 +45,8 @@ def working_in(folder: Path) -> Iterator[Path]:
     A folder in which no run was begun is left as it was.
 
     Raises:
-        ArtifactError: another process works on it, or it cannot be made or written.
+        AtWorkError: another process works on it.
+        ArtifactError: it cannot be made or written.
     """
     new = missing(folder)
     try:
@@ -85,7 +86,7 @@ def _take(folder: Path) -> IO[str]:
         if time.monotonic() > until:
             number = holder(folder)
             who = f"process {number}" if number else "another process"
-            raise ArtifactError(
+            raise AtWorkError(
                 f"{folder}: {who} is at work in this run directory; wait until it has "
                 "ended, or use another one"
             )

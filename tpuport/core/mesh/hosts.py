@@ -28,6 +28,8 @@ from tpuport.errors import TpuportError, UsageError, in_one_line
 BEAT, SILENCE, PATIENCE = 5.0, 30.0, 12.0
 #: Seconds that processes wait for each other at the start.
 WAIT = 50.0
+#: What mends a process that did not come.
+_REMEDY = "start the same command on every host, with a --coordinator that all reach"
 #: Seconds in which the end of a process is known after a program of many failed.
 _TOLD = 5.0
 #: Length of a message's JSON, and of the bytes after it.
@@ -108,10 +110,12 @@ def here() -> Hosts:
     return _here
 
 
-def meet(at: Address, about: Mapping[str, str], wait: float = WAIT) -> Hosts:
+def meet(
+    at: Address, about: Mapping[str, str], wait: float = WAIT, remedy: str = _REMEDY
+) -> Hosts:
     """Find the other processes of this run; as of :class:`Hosts`."""
     global _here
-    _here = Hosts(at, about, wait)
+    _here = Hosts(at, about, wait, remedy)
     return _here
 
 
@@ -128,6 +132,7 @@ class Hosts:
         at: where this process is.
         about: what all must have alike, in words by name.
         wait: seconds.
+        remedy: what mends a process that did not come.
 
     Attributes:
         names: of the hosts, by process.
@@ -142,10 +147,11 @@ class Hosts:
         at: Address | None = None,
         about: Mapping[str, str] = MappingProxyType({}),
         wait: float = WAIT,
+        remedy: str = _REMEDY,
     ) -> None:
         self.at = at or Address(("", 0), 1, 0)
         self.names = {self.at.number: socket.gethostname()}
-        self.lost = ""
+        self.lost, self._remedy = "", remedy
         self._lines: dict[int, _Line] = {}
         self._known, self._over = threading.Event(), threading.Event()
         if at is not None and at.count > 1:
@@ -206,7 +212,7 @@ class Hosts:
                     which = ", ".join(f"process {n}" for n in missing)
                     self._refuse(
                         f"{which} of {self.at.count} did not come within {wait:.0f} s "
-                        "(TPUPORT_HOSTS_WAIT); start the same command on every host"
+                        f"(TPUPORT_HOSTS_WAIT); {self._remedy}"
                     )
         if why:
             self._refuse(why)
@@ -250,8 +256,7 @@ class Hosts:
                 if time.monotonic() > until:
                     raise HostError(
                         f"process 0 at {host}:{port} did not come within {wait:.0f} s "
-                        f"({error.strerror or error}); start the same command on every "
-                        "host, or name another --coordinator"
+                        f"({error.strerror or error}); {self._remedy}"
                     ) from error
                 time.sleep(0.1)
         line = self._lines[0] = _Line(0, found)
