@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from tpuport.cli.server.api import FREE, Service, application
 from tpuport.cli.server.fields import Limits
+from tpuport.cli.server.guard import Guard
 from tpuport.cli.server.jobs import Jobs
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.work import READY
@@ -32,7 +33,8 @@ def test_a_full_disk_takes_no_job(
         urls=False,
         created=0,
     )
-    client = TestClient(application(service))
+    guard = Guard(application(service), keys=(), local=False, metrics=Metrics())
+    client = TestClient(guard)
     free = FREE - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     answer = client.post("/v1/videos", json={"prompt": "a fox"})
