@@ -208,6 +208,22 @@ def test_engines_that_a_shared_call_has_cost_are_charged_to_nobody(
     assert not server.made._alone
 
 
+def test_nothing_stays_of_a_job_deleted_after_a_call_that_failed(
+    serve: Callable[..., Server],
+) -> None:
+    server = packing(serve, alone=1.0, together=1.5)
+    server.add("fox")
+    server.add("hen")
+    server.engine().end()
+    server.runs("fox", "hen")
+    server.engine().end(error="no memory")
+    server.runs("fox")
+    server.delete("fox")
+    server.engine().end(stopped=True)
+    server.runs("hen")
+    assert server.made._alone == {"hen"}
+
+
 def test_a_delete_of_a_partner_stops_the_call(serve: Callable[..., Server]) -> None:
     server = packing(serve, alone=1.0, together=1.5)
     server.add("fox")
