@@ -104,8 +104,9 @@ def test_calls_are_measured_anew_by_an_engine_in_place_of_another(
     (video,) = server.engine().make.packs[0][0].paths
     Path(str(video)).write_bytes(b"made")
     server.lose()
-    server.measured(alone=1.0, together=1.5)
+    until(lambda: server.engine().asked)
     assert not video.exists()
+    server.measured(alone=1.0, together=1.5)
     assert server.made.shapes[0].batches[0].pays
 
 
