@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.packs import Pack
 from tpuport.cli.batches.requests import Request
 from tpuport.cli.server.fields import Batch, Shape
@@ -51,6 +51,8 @@ WARM_STEPS = 3
 _WARM = "warm"
 #: Seconds between two looks at what expires, and in which running jobs are kept.
 _SWEEP, _PATIENCE = 5.0, 20.0
+#: Seconds after which the loss of an idle engine is no fault of its start.
+_LIVES = 60.0
 
 
 class Dispatcher:
@@ -147,7 +149,7 @@ class Dispatcher:
                     self._swept = time.monotonic()
                     for name in self.jobs.expired():
                         self.jobs.delete(name)
-                        self.files.remove(name)
+                        self._forget(name)
             self._stop()
         except Exception as error:
             if not self._closing:
@@ -173,11 +175,11 @@ class Dispatcher:
         """Find the size, frames and steps that stand for what is not said."""
         asked = self.shapes or [Shape(None, None, None)]
         for number, shape in enumerate(asked):
-            request = self._warm_request(shape)
+            (request,) = self.files.warm_requests(_WARM, shape, 1)
             found = self.checks.check(request.settings)
             image = self.files.picture(_WARM, shape, found.facts)
-            with_image = self._warm_request(shape, image=str(image))
-            taken = self.checks.check(with_image.settings)
+            (request,) = self.files.warm_requests(_WARM, shape, 1, image=str(image))
+            taken = self.checks.check(request.settings)
             if found.error and taken.error:
                 if number == 0:
                     self._fail(found.error)
@@ -202,21 +204,6 @@ class Dispatcher:
         if self.image != "required":  # what has an image shares no call
             sizes = sizes_up_to(self.below.batch_size or 1)
             self._waiting += [Warm(shape, size) for shape in asked for size in sizes]
-
-    def _warm_request(self, shape: Shape, **more: Any) -> Request:
-        (request,) = self._warm_requests(_WARM, shape, 1, **more)
-        return request
-
-    def _warm_requests(
-        self, name: str, shape: Shape, count: int, **more: Any
-    ) -> list[Request]:
-        values: dict[str, Any] = {"prompt": PROMPT, **more}
-        if shape.size:
-            values["size"] = shape.size
-        if shape.num_frames:
-            values["num_frames"] = shape.num_frames
-        first = self.below.seed[0]
-        return self.files.requests(name, values, range(first, first + count))
 
     def _give(self, slot: Slot) -> None:
         """Give an engine what is next: a job, or after each job a shape."""
@@ -244,6 +231,7 @@ class Dispatcher:
         shape, name, more = warm.shape, f"{_WARM}-{slot.number}", {}
         if shape.state == "waiting":
             shape.state = COMPILING
+        self.files.remove(name)  # a call that a lost engine has made is not measured
         if self.image == "required":
             more["image"] = str(self.files.picture(name, shape, {}))
         # One alone and several in turns: a second time all is compiled.
@@ -251,7 +239,7 @@ class Dispatcher:
         steps = min(self.defaults["num_inference_steps"], WARM_STEPS)
         left = [
             replace(one, settings=replace(one.settings, num_inference_steps=steps))
-            for one in self._warm_requests(name, shape, sum(turns), **more)
+            for one in self.files.warm_requests(name, shape, sum(turns), **more)
         ]
         packs = tuple(tuple(left.pop() for _ in range(turn)) for turn in turns)
         self.files.place(name).mkdir(parents=True, exist_ok=True)
@@ -308,8 +296,15 @@ class Dispatcher:
         most, sizes = self.below.batch_size or 1, self._sizes(job)
         names, videos = [job.id], [*own]
         chosen = [job.id], in_calls(own, sizes)
-        for other in self.jobs.queued(job.owner):
+        goes_on = self.files.has_begun(job.id)  # as it was begun, and no other way
+        if not goes_on:
+            most = max(sizes, default=1)
+        for other in self.jobs.queued(job.owner) if len(own) < most else ():
             if other.number <= job.number or self._is_alone(other):
+                continue
+            if other.asked["values"].get("image"):
+                continue
+            if not goes_on and self.files.has_begun(other.id):
                 continue
             try:
                 more = self._requests_of(other)
@@ -319,18 +314,18 @@ class Dispatcher:
                 names.append(other.id)
                 videos += more
                 begun = is_begun(tuple(videos))
-                if begun or len(videos) in sizes:
+                if begun or (len(videos) in sizes and not goes_on):
                     chosen = [*names], (tuple(videos),)
-                if begun:
+                if begun or len(videos) >= most:
                     break
         return chosen
 
     def _apart(self, work: Work, why: str) -> None:
-        """Let the jobs of a call that failed be made one by one."""
+        """Let the jobs of a call that failed be made one by one, as if new."""
         say(f"{', '.join(work.jobs)}: not in one call ({why}); each made alone")
         self._alone.update(work.jobs)
         for name in work.jobs:
-            self._again(name)
+            self._again(name, anew=True)
 
     # --- what engines tell
 
@@ -339,7 +334,7 @@ class Dispatcher:
             if message is not None:
                 self._stop_deleted(message)
         elif isinstance(message, Opened):
-            slot.opened = True
+            slot.opened, slot.since = True, time.monotonic()
         elif isinstance(message, Told):
             self.metrics.told(message)
             if slot.work is not None:
@@ -356,12 +351,13 @@ class Dispatcher:
             if slot.work is not None and name in slot.work.jobs:
                 slot.stop()
                 return
-        self.files.remove(name)
-        self._alone.discard(name)
+        self._forget(name)
 
     def _ended(self, slot: Slot, ended: Ended) -> None:
-        work, slot.work, slot.lost = slot.work, None, 0
+        work, slot.work = slot.work, None
         assert work is not None
+        if slot.warm:
+            slot.lost = 0
         if work.warm is not None:
             self.files.remove(work.name)
             self._warmed(slot, work.warm, ended)
@@ -375,23 +371,30 @@ class Dispatcher:
             say(f"{work.name}: {ended.error}; tried again")
             self._again(work.name, lost=True)
         else:
+            self.metrics.made(ended.result)
             for name in work.jobs:
                 self._end(name, error=ended.error, result=ended.result)
 
     def _end(self, name: str, *, error: str = "", result: Any = None) -> None:
         """A job is done or has failed."""
         self.jobs.ended(name, self.keep, error=error, result=result)
-        self.metrics.ended("failed" if error else "completed", result)
+        if self.jobs.get(name) is None:  # deleted as it ended
+            self._forget(name)
+            return
+        self.metrics.ended("failed" if error else "completed")
         self._alone.discard(name)
         self.files.remove_calls(name)
-        if self.jobs.get(name) is None:  # deleted as it ended
-            self.files.remove(name)
 
-    def _again(self, name: str, *, lost: bool = False) -> None:
+    def _again(self, name: str, **how: bool) -> None:
         """A job goes back to the queue, unless it was deleted."""
-        self.jobs.again(name, lost=lost)
+        self.jobs.again(name, **how)
         if self.jobs.get(name) is None:
-            self.files.remove(name)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Nothing stays of a job that is gone."""
+        self.files.remove(name)
+        self._alone.discard(name)
 
     def _may_cost(self, job: Job | None) -> bool:
         """Whether a job may cost one more engine."""
@@ -400,12 +403,15 @@ class Dispatcher:
     def _warmed(self, slot: Slot, warm: Warm, ended: Ended) -> None:
         shape, first = warm.shape, warm.shape is self.shapes[0] and warm.size == 1
         about = f"{shape.size} with {shape.num_frames} frames"
-        if first and ended.error:
+        if first and ended.passes:
+            say(f"{slot.name}: {ended.error}")
+            self._lost_without_a_job(slot, warm, ended.error)
+        elif first and ended.error:
             self._slot_failed(slot, ended.error)
         elif first:
             if self.status != READY:
                 say("ready")
-            slot.warm, shape.state = True, "ready"
+            slot.warm, slot.lost, shape.state = True, 0, "ready"
         elif warm.size > 1 and ended.error:
             say(f"{about}: no {warm.size} videos in one call: {ended.error}")
         elif warm.size > 1:
@@ -429,32 +435,45 @@ class Dispatcher:
             self.shapes[0].state = FAILED
             self._fail(why)
         else:
-            say(f"engine {slot.number} has failed: {why}")
+            say(f"{slot.name} has failed: {why}")
 
     def _engine_lost(self, slot: Slot) -> None:
         work, slot.work = slot.work, None
-        say("the engine has ended; another one is started")
-        if work is None or work.warm is not None:
-            self._lost_without_a_job(slot, work.warm if work else None)
-        for name in work.jobs if work else ():
-            job = self.jobs.get(name)
+        if work is None:
+            if slot.opened and time.monotonic() > slot.since + _LIVES:
+                slot.lost = 0
+            self._lost_without_a_job(slot, None, "no engine can be started")
+        elif work.warm is not None:
+            self._lost_without_a_job(slot, work.warm, "no engine survives a video")
+        else:
+            self._lost_with_jobs(work)
+        ends = slot.failed or self.status == FAILED
+        more = "no other one" if ends else "another one"
+        say(f"{slot.name} has ended; {more} is started")
+        if ends:
+            slot.opened = False
+        else:
+            slot.start()
+
+    def _lost_with_jobs(self, work: Work) -> None:
+        found = [self.jobs.get(name) for name in work.jobs]
+        left = [job for job in found if job is not None]
+        if len(work.jobs) > 1 and any(j.tries + 2 >= TRIES for j in left):
+            self._apart(work, f"{TRIES - 1} engines were lost")
+            return
+        for name, job in zip(work.jobs, found, strict=True):
             if job is None or self._may_cost(job):
                 self._again(name, lost=True)
             else:
                 self._end(
                     name, error=f"the engine was lost {TRIES} times with this job"
                 )
-        if slot.failed or self.status == FAILED:
-            slot.opened = False
-        else:
-            slot.start()
 
-    def _lost_without_a_job(self, slot: Slot, warm: Warm | None) -> None:
+    def _lost_without_a_job(self, slot: Slot, warm: Warm | None, why: str) -> None:
         if warm is not None and slot.warm:
             warm.lost += 1
             if warm.lost >= TRIES:
-                error = "no engine survives a video"
-                self._warmed(slot, warm, Ended(job=_WARM, error=error))
+                self._warmed(slot, warm, Ended(job=_WARM, error=why))
             else:
                 if warm.size == 1:
                     warm.shape.state = "waiting"
@@ -462,7 +481,6 @@ class Dispatcher:
             return
         slot.lost += 1
         if slot.lost >= TRIES:
-            why = "no engine survives a video" if warm else "no engine can be started"
             self._slot_failed(slot, why)
 
     def _stop(self) -> None:

@@ -32,8 +32,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MOST_BODY, MOST_BODIES = 32 << 20, 512 << 20
 #: Seconds for the next part of a body, and for all of it.
 _PART, _WHOLE = 20.0, 120.0
-#: Seconds in which a client takes a part of an answer; files go in parts of 64 KiB.
-_TAKEN = 60.0
+#: Seconds in which a client takes so many bytes of what waits, or all; files go in
+#: parts of as many.
+_TAKEN, _LEAST = 60.0, 64 << 10
 #: Under which a server reads keys, and what everybody sees.
 _KEYED = "/v1"
 _KEY = re.compile(r"[!-~]{8,512}")
@@ -173,6 +174,7 @@ class PatientProtocol(H11Protocol):
 
     _due: asyncio.TimerHandle | None = None
     _taken: asyncio.TimerHandle | None = None
+    _left = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -193,7 +195,17 @@ class PatientProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Begin to wait until the client takes what was sent."""
         super().pause_writing()
-        self._taken = self.loop.call_later(_TAKEN, self.transport.abort)
+        self._wait()
+
+    def _wait(self) -> None:
+        self._left = self.transport.get_write_buffer_size()
+        self._taken = self.loop.call_later(_TAKEN, self._look)
+
+    def _look(self) -> None:
+        if self._left - self.transport.get_write_buffer_size() < _LEAST:
+            self.transport.abort()
+        else:
+            self._wait()
 
     def resume_writing(self) -> None:
         """The client has taken all, or has gone."""

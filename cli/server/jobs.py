@@ -49,7 +49,8 @@ class Job:
         number: in the order of arrival.
         owner: the digest of a key; empty without keys.
         created, ended, expires: in seconds since the epoch.
-        tries: how often an engine was lost with the job.
+        tries: how often an engine was lost with the job, after calls with others
+            with the job alone.
         asked: ``fields``, ``values``, ``seeds``, ``digests``, ``steps``, ``fps``,
             ``num_frames``, ``size`` and ``model``.
         result: ``stages``, ``total_seconds`` and peaks.
@@ -186,17 +187,18 @@ class Jobs:
         for name in names:
             self._set(name, status=RUNNING)
 
-    def again(self, name: str, *, lost: bool = False) -> None:
+    def again(self, name: str, *, lost: bool = False, anew: bool = False) -> None:
         """Put a job that ran back into the queue, where it was.
 
         Args:
             lost: it has cost an engine.
+            anew: what it has cost before does not count.
         """
         with self._lock:
             self._base.execute(
-                "UPDATE jobs SET status = ?, tries = tries + ? "
+                "UPDATE jobs SET status = ?, tries = tries * ? + ? "
                 "WHERE id = ? AND status = ?",
-                (QUEUED, int(lost), name, RUNNING),
+                (QUEUED, int(not anew), int(lost), name, RUNNING),
             )
 
     def recover(self) -> None:

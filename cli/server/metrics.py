@@ -36,7 +36,7 @@ class Metrics:
         self._steps = Counter("tpuport_steps", "Denoising steps.", registry=own)
         self._stages = Histogram(
             "tpuport_stage_seconds",
-            "Seconds of a stage of a job.",
+            "Seconds of a stage of a job, or of jobs that share calls.",
             ["stage"],
             registry=own,
             buckets=_BUCKETS,
@@ -67,10 +67,12 @@ class Metrics:
         elif told.what == StageName.DENOISE and told.done:
             self._steps.inc()
 
-    def ended(self, status: str, result: dict[str, Any] | None = None) -> None:
+    def ended(self, status: str) -> None:
         """A job is done or has failed."""
         self._ended.labels(status).inc()
-        result = result or {}
+
+    def made(self, result: dict[str, Any]) -> None:
+        """An engine has made the videos of a job, or of jobs that share calls."""
         for stage, seconds in result.get("stages", {}).items():
             self._stages.labels(stage).observe(seconds)
         for where in ("host", "device"):

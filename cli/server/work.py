@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpuport.cli.asked.settings import Settings
+from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.batches.packs import Pack, run_dir
 from tpuport.cli.batches.requests import Request, request_of
 from tpuport.cli.server.fields import Shape
@@ -124,7 +124,9 @@ class Slot:
         hear: told the place and each message, in any thread.
 
     Attributes:
+        name: of the engine, for people.
         opened: the engine has imported what it needs.
+        since: when the engine had.
         warm: an engine here has made the first shape.
         work: what the engine has; ``None`` for nothing.
         last_was_job: what it had before was a job.
@@ -136,6 +138,7 @@ class Slot:
         self, number: int, make: MakeEngine, hear: Callable[[tuple[Slot, Any]], None]
     ) -> None:
         self.number, self._make, self._hear = number, make, hear
+        self.name, self.since = f"engine {number + 1}", 0.0
         self.opened = self.warm = self.last_was_job = self.failed = False
         self.work: Work | None = None
         self.lost = 0
@@ -179,7 +182,7 @@ def in_calls(
     found: list[Pack] = []
     left = tuple(requests)
     while left:
-        begun = (n for n in range(len(left), 1, -1) if is_begun(left[:n]))
+        begun = (n for n in range(len(left), 0, -1) if is_begun(left[:n]))
         pays = max((n for n in sizes if n <= len(left)), default=1)
         size = next(begun, pays)
         found.append(left[:size])
@@ -188,8 +191,9 @@ def in_calls(
 
 
 def is_begun(pack: Pack) -> bool:
-    """Whether a call of several was broken off, and goes on."""
-    return len(pack) > 1 and run_dir(pack).exists()
+    """Whether a call was broken off, and goes on; or its one video is there."""
+    (one, *more) = pack
+    return run_dir(pack).exists() or (not more and all(p.exists() for p in one.paths))
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -234,6 +238,23 @@ class Files:
             settings = replace(request.settings, run_dir=folder)
             found.append(replace(request, settings=settings))
         return found
+
+    def warm_requests(
+        self, name: str, shape: Shape, count: int, **more: Any
+    ) -> list[Request]:
+        """Videos to make programs with; see :meth:`requests`."""
+        values: dict[str, Any] = {"prompt": PROMPT, **more}
+        if shape.size:
+            values["size"] = shape.size
+        if shape.num_frames:
+            values["num_frames"] = shape.num_frames
+        first = self._below.seed[0]
+        return self.requests(name, values, range(first, first + count))
+
+    def has_begun(self, name: str) -> bool:
+        """Whether a job has a call that was broken off, or a video."""
+        kinds = "+*", "run-*", "video-*.mp4"
+        return any(path for kind in kinds for path in self.place(name).glob(kind))
 
     def picture(self, name: str, shape: Shape, facts: Mapping[str, Any]) -> Path:
         """An image to compile with, as large as a frame."""

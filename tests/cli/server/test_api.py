@@ -24,18 +24,17 @@ def test_a_full_disk_takes_no_job(
     jobs = Jobs(tmp_path / "jobs.sqlite3")
     files = SimpleNamespace(folder=tmp_path)
     made: Any = SimpleNamespace(status=READY, error="", jobs=jobs, files=files)
-    metrics = Metrics()
     service = Service(
         dispatcher=made,
-        metrics=metrics,
+        metrics=Metrics(),
         model="fox",
         limits=Limits(steps=9, loras={}),
         queue=3,
         urls=False,
         created=0,
     )
-    app = Guard(application(service), keys=(), local=True, metrics=metrics)
-    client = TestClient(app, base_url="http://127.0.0.1")
+    guard = Guard(application(service), keys=(), local=False, metrics=Metrics())
+    client = TestClient(guard)
     free = FREE - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     answer = client.post("/v1/videos", json={"prompt": "a fox"})

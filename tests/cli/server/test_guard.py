@@ -150,10 +150,11 @@ def test_hosts_of_this_machine() -> None:
 
 
 async def _gives_much(scope: Any, receive: Any, send: Any) -> None:
-    """Answers without a look at the body: 200 parts of 64 KiB, or a few bytes."""
+    """Answers without a look at the body: 13 MB in 200 parts or one, or few bytes."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     count = 200 if scope["path"] == "/much" else 1
-    part = {"type": "http.response.body", "body": bytes(1 << 16 if count > 1 else 9)}
+    size = {"/much": 1 << 16, "/whole": 200 << 16}.get(scope["path"], 9)
+    part = {"type": "http.response.body", "body": bytes(size)}
     for left in range(count - 1, -1, -1):
         await send({**part, "more_body": left > 0})
 
@@ -167,6 +168,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, Any]]:
     config = uvicorn.Config(_gives_much, http=PatientProtocol, **own)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         run = threading.Thread(target=server.run, args=([listening],))
         run.start()
         yield listening.getsockname()[1], server.server_state.connections
@@ -196,6 +198,7 @@ def _stays(
         (b"POST /few HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n\r\n", 0, b"x"),
         (b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n", 0, b""),
         (b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n", 1, b""),
+        (b"GET /whole HTTP/1.1\r\nHost: a\r\n\r\n", 1, b""),
         (b"GET /much HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 1, b""),
     ],
 )
@@ -211,12 +214,17 @@ def test_a_client_that_only_drips_is_let_go(
         assert not _stays(connected, client, reads=reads, sends=sends)
 
 
-def test_a_client_that_reads_steadily_gets_all(connections: tuple[int, Any]) -> None:
+@pytest.mark.parametrize("path", [b"/much", b"/whole"])
+def test_a_client_that_reads_steadily_gets_all(
+    connections: tuple[int, Any], path: bytes
+) -> None:
     """More slowly than the server gives, and for longer than the server waits."""
     port, _ = connections
     size, began = 0, time.monotonic()
     with socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(b"GET /much HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        head = b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        client.sendall(b"GET " + path + head)
         while part := client.recv(1 << 17):
             size += len(part)
             time.sleep(0.01)

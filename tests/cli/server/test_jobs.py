@@ -38,6 +38,9 @@ def test_jobs_run_in_order_and_one_that_ran_is_first_again(tmp_path: Path) -> No
     assert found is not None
     assert (found.status, found.tries, jobs.count(RUNNING)) == (QUEUED, 1, 1)
     assert [one.id for one in jobs.queued("")] == ["a", "c"]
+    jobs.begin(["a"])
+    jobs.again("a", anew=True)
+    assert [one.tries for one in jobs.queued("")] == [0, 0]
 
 
 def test_a_key_is_of_one_job_of_an_owner_until_the_job_is_gone(tmp_path: Path) -> None:
