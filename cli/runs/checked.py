@@ -23,6 +23,7 @@ from tpuport.core.drive.compared import Compared, Pair
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import made_once
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology
 from tpuport.core.pipelines import small
 from tpuport.core.pipelines.call_arguments import PARAMETERS, arguments_of, as_arrays
@@ -32,6 +33,7 @@ from tpuport.core.plan.losses import Loss, losses
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.source_scan import Finding, behind_the_door
 from tpuport.core.reports import Reporter
+from tpuport.core.seam.target import Target
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import find_plugin, folder_of, plugin_for, plugin_of_folder
@@ -223,21 +225,24 @@ def compare(
             return given
         return {**given, "generator": torch.Generator("cpu").manual_seed(0)}
 
-    pair = Pair(ours=pipelines[0], theirs=pipelines[1], arguments=call)
-    with reporter.timed("running upstream's own code"):
-        expected = pair.expected()
-    found: list[Compared] = []
     plugin = plugin_for(folder.class_name)
     laid_out = plugin is not None and any(m.layout for m in plugin.modules.values())
+    ported: list[tuple[MeshSpec, Target]] = []
     for mesh in MESHES if laid_out else MESHES[:-1]:
         if mesh.size > len(jax.devices()):
             reporter.say(f"mesh {mesh}: not tried, this process has too few devices")
             continue
+        placed = targets.place_for_port(mesh)
+        own = replace(settings, dtype=Dtype.FLOAT32, mesh=mesh, cache_dir=None)
+        told = Reporter() if ported else reporter
+        target = targets.claimed_target(folder.class_name, placed, own, told)
+        ported.append((mesh, target))
+    pair = Pair(ours=pipelines[0], theirs=pipelines[1], arguments=call)
+    with reporter.timed("running upstream's own code"):
+        expected = pair.expected()
+    found: list[Compared] = []
+    for mesh, target in ported:
         with reporter.timed(f"running {folder.class_name} on {mesh}"):
-            placed = targets.place_for_port(mesh)
-            own = replace(settings, dtype=Dtype.FLOAT32, mesh=mesh, cache_dir=None)
-            name = folder.class_name
-            target = targets.claimed_target(name, placed, own, Reporter())
             found.append(pair.compare(target, expected, calls=not found))
     return found
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import jax
+import numpy as np
+import pytest
 
 from tpuport.core.cost.network import Collective
 from tpuport.core.cost.program_time import Account, Row
@@ -11,6 +16,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.losses import losses
 from tpuport.core.plan.measure import Measured, Memory
 from tpuport.core.plan.plan import Plan, StagePlan
+from tpuport.core.spec.model_plugin import Layout, Module
 
 V6E = chip("v6e")
 
@@ -28,7 +34,7 @@ def row(category: str, opcode: str, seconds: float, **more: Any) -> Row:
     )
 
 
-def plan_of(rows: list[Row], attention: list[dict[str, Any]]) -> Plan:
+def plan_of(rows: list[Row], attention: list[dict[str, Any]], **more: Any) -> Plan:
     program = Measured(
         stage="denoise",
         program="transformer",
@@ -57,16 +63,19 @@ def plan_of(rows: list[Row], attention: list[dict[str, Any]]) -> Plan:
         blocks="upstream",
         stages=(stage,),
         host_seconds=0.05,
+        **more,
     )
 
 
 def test_losses_are_ordered_and_have_remedies_in_files_that_exist() -> None:
     moved = Collective(kind="all-to-all", axis="sp", bytes=8, seconds=0.1, loads=())
+    little = replace(moved, kind="all-reduce", seconds=1e-5)
     rows = [
         row("attention", "fusion", 0.2),
         row("attention", "custom-call", 0.9),
         row("other", "fusion", 0.3, name="copy_fusion.1"),
         row("other", "fusion", 0.9, name="add_fusion"),
+        row("collective", "all-reduce", 1e-5, collective=little),
         row("collective", "all-to-all", 0.01, collective=moved),
     ]
     slow = {
@@ -89,3 +98,19 @@ def test_losses_are_ordered_and_have_remedies_in_files_that_exist() -> None:
     root = Path(__file__).parents[3]
     assert all((root / one.example).is_file() for one in found)
     assert losses(plan_of([], [fast]))[0].what == host.what
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ({}, "a layout in the plugin, and a mesh with tp"),
+        ({r"to_q\.weight": ("tp", None)}, "a mesh with tp, which the layout is for"),
+    ],
+)
+def test_whole_weights_ask_for_what_is_not_there(layout: Layout, told: str) -> None:
+    weights = {"to_q.weight": jax.ShapeDtypeStruct((1 << 17, 1 << 17), np.int8)}
+    axes = {"dp": 1, "sp": 8, "tp": 1}
+    sharding = Module(layout=layout).plan("transformer", "default", weights, axes)
+    plan = plan_of([], [], sharding_plans=(sharding,))
+    whole = next(one for one in losses(plan) if "of weights are whole" in one.what)
+    assert whole.remedy.startswith(told)

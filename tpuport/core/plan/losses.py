@@ -15,6 +15,8 @@ from tpuport.core.weights.sharding import ShardingPlan
 #: The attention that is a kernel.
 _KERNEL = "splash"
 _TURNS = ("copy", "transpose")
+#: Of a step; what loses less is left out.
+_LEAST = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,7 @@ class Loss:
 
 
 def losses(plan: Plan) -> list[Loss]:
-    """What a plan's steps lose, ordered by seconds."""
+    """What a plan's steps lose, ordered by seconds; at least a thousandth of a step."""
     stage = plan.stage(DENOISE)
     if stage is None:
         return []
@@ -44,7 +46,9 @@ def losses(plan: Plan) -> list[Loss]:
     for sharding in plan.sharding_plans:
         if sharding.component.partition(".")[0] in called:
             found += _unsplit(sharding, plan)
-    return sorted(found, key=lambda one: -one.seconds)
+    least = _LEAST * (plan.seconds_per_step or 0)
+    kept = [one for one in found if one.seconds >= least]
+    return sorted(kept, key=lambda one: -one.seconds)
 
 
 def _of(program: Measured, stage: StagePlan) -> Iterator[Loss]:
@@ -106,11 +110,16 @@ def _unsplit(sharding: ShardingPlan, plan: Plan) -> Iterator[Loss]:
     whole, devices = sharding.replicated_bytes, plan.mesh.size
     if not whole or devices == 1 or sharding.held:
         return
+    # A layout that splits nothing here waits for a mesh.
+    laid_out = any(use.matches and use.spec for use in sharding.rules)
+    mesh = "a mesh with tp, which the layout is for: `tpuport plan --mesh auto`"
     yield Loss(
         seconds=whole * (1 - 1 / devices) / plan.chip.hbm_bandwidth,
         what=f"{sharding.component}: {bytes_text(whole)} of weights are whole on every "
         "device",
-        remedy="a layout in the plugin, and a mesh with tp",
+        remedy=mesh
+        if laid_out and plan.mesh.tp == 1
+        else "a layout in the plugin, and a mesh with tp",
         example="docs/example/toy_plugin.py",
     )
 
