@@ -107,6 +107,8 @@ def request_of(settings: Settings, own: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: there is no prompt, or several prompts or seeds.
     """
+    if not settings.prompt:
+        raise UsageError("--prompt is missing; say what to show")
     if len(settings.prompt) != 1:
         raise UsageError("submit takes one --prompt; `tpuport batch` takes many")
     if len(settings.seed) != 1:

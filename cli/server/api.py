@@ -145,7 +145,10 @@ class Service:
             Refused: the server is not ready, its queue or its disk is full.
         """
         if self.dispatcher.status != READY:
-            why = self.dispatcher.error or f"the server is {self.dispatcher.status}"
+            why = self.dispatcher.error or (
+                f"the server is {self.dispatcher.status}; ask again once /ready "
+                "answers 200"
+            )
             raise Refused(503, why)
         if self.dispatcher.jobs.count(QUEUED) >= self.queue:
             raise Refused(429, f"{self.queue} jobs wait already; ask again later")

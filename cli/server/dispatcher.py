@@ -222,6 +222,7 @@ class Dispatcher:
         elif waiting is not None:
             slot.last_was_job = False
             self._waiting.remove(waiting)
+            say(f"{slot.name} {waiting.told()}; its jobs wait")
             self._compile(slot, waiting)
 
     def _can_compile(self, warm: Warm) -> bool:

@@ -51,6 +51,13 @@ class Warm:
     size: int = 1
     lost: int = 0
 
+    def told(self) -> str:
+        """What an engine does, for people."""
+        shape = f"{self.shape.size} with {self.shape.num_frames} frames"
+        if self.size == 1:
+            return f"makes {shape} ready"
+        return f"measures calls of {self.size} videos of {shape}"
+
 
 @dataclass
 class Work:

@@ -87,8 +87,8 @@ def _take(folder: Path) -> IO[str]:
             number = holder(folder)
             who = f"process {number}" if number else "another process"
             raise AtWorkError(
-                f"{folder}: {who} is at work in this run directory; wait until it has "
-                "ended, or use another one"
+                f"{folder}: {who} is at work in this folder; wait until it has "
+                "ended, or name another folder"
             )
         time.sleep(_PATIENCE / 10)
 
