@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_OUT ?= demo.mp4
-PROMPT ?= a red star bounces on a white background
+PROMPT ?= a large blue square moves right on a white background
 # Test processes, which take files in the order of tests/conftest.py; more of them than
 # the machine's cores only slows the compilers down.
 JOBS ?= 2
