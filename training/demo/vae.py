@@ -111,7 +111,7 @@ def _apart(made: torch.Tensor, video: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def encoded(vae: AutoencoderKLCogVideoX, video: torch.Tensor) -> torch.Tensor:
     """Latents [count, frames, channels, height, width] of bytes, in float16."""
-    with torch.autocast(device().type, torch.bfloat16):
+    with torch.autocast("cuda", torch.bfloat16, enabled=device().type == "cuda"):
         mean = vae.encode(as_input(video)).latent_dist.mean
     return mean.transpose(1, 2).half().cpu()
 
