@@ -1,9 +1,9 @@
 """A server under a fuzzer, and the price of its answers for a video that is made.
 
 ``python -m tests.measure.serve`` starts a server of the demo and sends the requests of
-tests/measure/fuzz.py: it tells of answers, faults and memory. Then it makes pairs of
-videos, one of each with requests at a steady rate, and compares their steps. With
-``--videos`` many follow, one after the other; jobs are kept for a minute.
+tests/measure/fuzz.py: it tells of answers, faults and memory. Then it makes long
+videos, sends requests at a steady rate in every other window, and compares steps.
+With ``--videos`` many follow, one after the other; jobs are kept for a minute.
 
 With ``--apart`` the engine has the last core of this machine to itself, as a device has
 its own processor; without, the engine's steps and the answers share all cores.
@@ -26,6 +26,8 @@ from tests.measure.fuzz import Found, fuzz
 
 #: Seconds that a client waits for an answer.
 _PATIENCE = 30.0
+#: As many as the demo's scheduler takes.
+_STEPS = 1000
 
 
 def resident(pid: int) -> float:
@@ -90,41 +92,71 @@ def _ask_steadily(port: int, rate: int, name: str, over: threading.Event) -> lis
     return counts
 
 
-def steps_of(server: Running, steps: int, rate: int) -> tuple[float, float]:
-    """Seconds of a step of one video, and answers a second meanwhile."""
-    name = server.create(prompt="a fox", num_inference_steps=steps)
-    over, found = threading.Event(), []
-    began = time.monotonic()
+class _Video:
+    """A long video that is made, and the moments at which its steps end."""
 
-    def ask() -> None:
-        found.append(_ask_steadily(server.port, rate, name, over))
+    def __init__(self, server: Running) -> None:
+        self._server = server
+        self.name = server.create(prompt="a fox", num_inference_steps=_STEPS)
+        until(lambda: self._step() > 20)  # the first steps warm up
 
-    thread = threading.Thread(target=ask)
-    if rate:
-        thread.start()
-    while server.job(name)["status"] not in ("completed", "failed"):
-        time.sleep(0.5)
-    over.set()
-    if rate:
-        thread.join()
-        assert found[0][1] == 0, "a request failed"
-    passed = time.monotonic() - began
-    stages = server.job(name)["tpuport"]["stages"]
-    server.ask(f"/v1/videos/{name}", method="DELETE")
-    return stages["denoise"] / steps, (found[0][0] / passed if rate else 0.0)
+    def _step(self) -> int:
+        job = self._server.job(self.name)
+        assert job["status"] in ("queued", "in_progress"), job
+        return int(job["tpuport"].get("step") or 0)
+
+    def ended(self) -> tuple[int, float]:
+        """The number of a step, and the moment at which its end was seen."""
+        before = self._step()
+        while (now := self._step()) == before:
+            time.sleep(0.002)
+        return now, time.monotonic()
+
+    def window(self, seconds: float, rate: int) -> tuple[float, float]:
+        """Seconds of a step, and answers a second, over so many seconds."""
+        over = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            began = time.monotonic()
+            if rate:
+                args = self._server.port, rate, self.name, over
+                asked = pool.submit(_ask_steadily, *args)
+                time.sleep(0.5)
+            try:
+                (first, start), _ = self.ended(), time.sleep(seconds)
+                last, end = self.ended()
+            finally:
+                over.set()
+            answered, failed = asked.result() if rate else (0, 0)
+        assert not failed, f"{failed} requests failed"
+        return (end - start) / (last - first), answered / (time.monotonic() - began)
 
 
-def pairs(server: Running, count: int, steps: int, rate: int) -> None:
-    """Compare the steps of videos with those of videos while requests are answered."""
-    ratios = []
-    for number in range(count):
-        rates = (0, rate) if number % 2 else (rate, 0)
-        took = {rate: steps_of(server, steps, rate) for rate in rates}
-        (busy, answers), (alone, _) = took[rate], took[0]
-        ratios.append(busy / alone)
-        text = f"a step: {alone:.5f} s alone, {busy:.5f} s with {answers:.0f} answers a"
-        print(f"{text} second, ratio {ratios[-1]:.4f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.4f}", flush=True)
+def windows(server: Running, count: int, seconds: float, rate: int) -> None:
+    """Compare a video's steps while requests are answered with its other steps.
+
+    Windows with and without requests follow each other in one video, in the order
+    without, with, with, without, so that what changes slowly in a machine counts alike.
+    """
+    took: dict[bool, list[float]] = {True: [], False: []}
+    answers = 0.0
+    for _ in range(count // 2):
+        video = _Video(server)
+        for busy in (False, True, True, False):
+            a_step, answered = video.window(seconds, rate if busy else 0)
+            took[busy].append(a_step)
+            answers += answered / count
+        server.ask(f"/v1/videos/{video.name}", method="DELETE")
+        pairs = list(zip(took[True], took[False], strict=True))[-2:]
+        told = ", ".join(f"{b:.5f} s to {a:.5f} s" for b, a in pairs)
+        print(f"a step with requests to one without: {told}", flush=True)
+    ratios = sorted(b / a for b, a in zip(took[True], took[False], strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"{count} pairs of {seconds:g} s, {answers:.0f} answers a second: median ratio "
+        f"{middle:.4f}, quartiles {low:.4f} and {high:.4f}; of all seconds "
+        f"{sum(took[True]) / sum(took[False]):.4f}",
+        flush=True,
+    )
 
 
 def many(server: Running, count: int, keep: float) -> None:
@@ -177,9 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=40, help="of windows")
+    parser.add_argument("--window", type=float, default=6, help="seconds of one")
     parser.add_argument("--rate", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--videos", type=int, default=0)
     parser.add_argument("--size", default="96x64")
@@ -187,6 +219,7 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=60)
     asked = parser.parse_args()
     flags = ("--size", asked.size, "--frames", asked.frames, "--folder", "kept")
+    flags += ("--max-steps", str(_STEPS))
     with tempfile.TemporaryDirectory() as place:
         cache = os.environ.get("TPUPORT_CACHE_DIR", f"{place}/cache")
         own = {"TPUPORT_CACHE_DIR": cache}
@@ -198,7 +231,7 @@ def main() -> None:
             if asked.apart:
                 Watched(server).part()
             if asked.pairs:
-                pairs(server, asked.pairs, asked.steps, asked.rate)
+                windows(server, asked.pairs, asked.window, asked.rate)
             if asked.videos:
                 many(server, asked.videos, asked.keep)
 

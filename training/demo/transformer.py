@@ -95,7 +95,7 @@ class Denoising:
         self._transformer = pipe.transformer
         if device().type == "cpu":
             self._transformer = torch.compile(pipe.transformer, dynamic=False)
-            functional.scaled_dot_product_attention = _plain_attention  # type: ignore[assignment]
+            functional.scaled_dot_product_attention = plain_attention  # type: ignore[assignment]
 
     def draw(self, step: int, generator: torch.Generator) -> Drawn:
         """Noisy latents, and the ids of captions, some of them empty for guidance.
@@ -171,14 +171,26 @@ def latents_of(
     return made
 
 
-def _plain_attention(
+def plain_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    **_: object,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention by two products; backwards, torch's own takes twice the time."""
-    scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
+    """Torch's attention by two products; backwards, torch's own takes twice the time.
+
+    Raises:
+        ValueError: dropout or a causal mask is asked for.
+    """
+    if dropout_p or is_causal:
+        raise ValueError("no dropout and no causal mask")
+    given = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query * given @ key.transpose(-1, -2)
+    if attn_mask is not None:
+        scores = scores + attn_mask
     return scores.softmax(-1).to(value.dtype) @ value
 
 
