@@ -27,6 +27,7 @@ from tpuport.core.seam.journal import Journal
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.plugins import folder_of, get_model
 from training.demo.evaluate import asked, right, shown
+from training.demo.judge import judge
 from training.demo.model import loaded
 
 CACHES = [
@@ -81,7 +82,8 @@ def main() -> None:
         pipeline.set_progress_bar_config(disable=True)
         for cache in CACHES:
             made = videos(pipeline, cache, texts, given.steps)
-            shares = [f"{share:.0%}" for share in right(wanted, made)]
+            seen = [judge(video) for video in made]
+            shares = [f"{share:.0%}" for share in right(wanted, seen)]
             whole = np.stack(made) / 255.0
             exact = whole if exact is None else exact
             found = compare(whole, exact)

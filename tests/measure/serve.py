@@ -151,10 +151,11 @@ def windows(server: Running, count: int, seconds: float, rate: int) -> None:
         print(f"a step with requests to one without: {told}", flush=True)
     ratios = sorted(b / a for b, a in zip(took[True], took[False], strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4)
+    unsure = statistics.stdev(ratios) / len(ratios) ** 0.5
     print(
         f"{count} pairs of {seconds:g} s, {answers:.0f} answers a second: median ratio "
-        f"{middle:.4f}, quartiles {low:.4f} and {high:.4f}; of all seconds "
-        f"{sum(took[True]) / sum(took[False]):.4f}",
+        f"{middle:.4f}, quartiles {low:.4f} and {high:.4f}, mean "
+        f"{statistics.mean(ratios):.4f} with a standard error of {unsure:.4f}",
         flush=True,
     )
 
