@@ -21,6 +21,7 @@ from training.demo.judge import Seen, judge
 from training.demo.loop import device
 from training.demo.model import loaded
 from training.demo.shapes import FRAMES, SIDE, Scene, scenes
+from training.demo.vae import fast_convolutions
 
 #: Upstream's default.
 GUIDANCE = 6.0
@@ -114,6 +115,8 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--sheet", type=Path, help="a picture of eight of the videos")
     given = parser.parse_args()
+    if device().type == "cpu":
+        fast_convolutions()
     pipe = loaded(given.folder).to(device())
     pipe.set_progress_bar_config(disable=True)
     wanted, texts = asked(given.captions)
