@@ -67,9 +67,10 @@ class BatchFolder:
         """
         self._check_own()
         with working_in(self._local):
+            new = not self.results.exists()
             if isinstance(self.results, Path):
                 self._append(self.results, [])
-            elif not self.results.exists():
+            elif new:
                 self.results.write_bytes(b"")
             try:
                 yield
@@ -78,9 +79,23 @@ class BatchFolder:
                 with contextlib.suppress(StoreError):  # the first error is told
                     self._put_late()
                 remove_empty([self._local / RUNS])
+                if new:
+                    self._leave_nothing()
                 raise
             self._put_late()
             remove_empty([self._local / RUNS])
+
+    def _leave_nothing(self) -> None:
+        """Remove the file that makes the folder a batch's, if that is all there is."""
+        with contextlib.suppress(StoreError, OSError):
+            if isinstance(self.results, Path):
+                there = {p.name for p in self.results.parent.iterdir()} - {LOCK_FILE}
+                if there == {RESULTS} and not self.results.read_bytes():
+                    self.results.unlink()
+                return
+            begun = (self._local / RUNS).exists() or self.results.read_bytes()
+            if not begun and set(self.results.parent.files()) == {RESULTS}:
+                self.results.remove()
 
     def _check_own(self) -> None:
         ours, what = self.results.exists(), "is of no batch"

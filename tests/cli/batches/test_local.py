@@ -107,6 +107,14 @@ def test_what_is_wrong_with_the_command_is_one_line(cli: Cli, folder: Path) -> N
     empty = Path(shutil.copy(file, "empty.jsonl"))
     empty.write_text("\n")
     cli.refused("has no requests", "batch", empty, "--out", "o")
+    good = write({"prompt": "a fox"})
+    dead = ("batch", good, "--ray", "127.0.0.1:1")
+    cli.refused("--ray 127.0.0.1:1: there is no cluster", *dead, "--out", "o")
+    assert not Path("o").exists()
+    Path("mine/letter.txt").rename("mine/results.jsonl")
+    cli.refused("there is no cluster", *dead, "--out", "mine")
+    assert Path("mine/results.jsonl").exists()  # of an earlier batch
+    write({"prompt": "a fox", "id": "a"}, {"prompt": "a cat", "id": "a"})
     with mock.patch.dict("sys.modules", {"ray": None}):
         ran = cli("batch", file, "--out", "o", "--ray", "local", "--weights", folder)
     assert (ran.code, "pip install 'tpuport[ray]'" in ran.err) == (2, True), ran.err
