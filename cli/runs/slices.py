@@ -45,7 +45,10 @@ def prices(texts: Sequence[str], asked: Sequence[Topology]) -> dict[str, float]:
             )
         if chip(name).name not in {one.chip for one in asked}:
             raise UsageError(f"--price {text}: --topology names no slice of {name}")
-        found[name] = value
+        if found.setdefault(name, value) != value:
+            raise UsageError(
+                f"--price {text}: {name} costs {found[name]:g} too; give one price"
+            )
     missing = [one.name for one in asked if one.chip not in found]
     if found and missing:
         raise UsageError(f"{missing[0]} has no price; add --price CHIP=NUMBER")

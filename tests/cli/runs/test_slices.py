@@ -60,6 +60,7 @@ def test_the_cheapest_is_one_that_is_in_time(monkeypatch: pytest.MonkeyPatch) ->
         (["v6e=nan"], "give a chip"),
         (["v6=2"], "unknown TPU chip 'v6'"),
         (["v4=2"], "--topology names no slice of v4"),
+        (["v6e=2", "v6e=3"], "--price v6e=3: v6e costs 2 too; give one price"),
         (["v6e=2,v5e=1"], "v5p-8 has no price; add --price CHIP=NUMBER"),
     ],
 )
