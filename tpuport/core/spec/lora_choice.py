@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ class LoraChoice:
         """The choice that a text says.
 
         Raises:
-            UsageError: the scale is no number, or there is no name.
+            UsageError: the scale is no finite number, or there is no name.
         """
         if isinstance(value, cls):
             return value
@@ -44,6 +45,8 @@ class LoraChoice:
         if not Path(text).expanduser().exists():
             if found := _SCALE.fullmatch(text):
                 text, scale = found[1], float(found[2])
+            if math.isinf(scale):
+                raise UsageError(f"{quoted(value)}: the scale is not a finite number")
             if found := _COMPONENT.fullmatch(text):
                 text, component = found[1], found[2]
         there = Path(text).expanduser().exists()
