@@ -568,7 +568,8 @@ class VideoRun(PipelineCall):
             "noise": call[0] + (self.again.noise if self.again else 0),
             **({"batch": request} if request else {}),
             "inputs": dict(self.inputs),
-            "how": self.how,
+            # No part of `how`: a run may go on with its weights elsewhere.
+            "how": {**self.how, "weights_on": settings.weights_on},
             "versions": versions(),
             "platform": {"system": platform.platform(), "devices": report.devices},
             "output": dict(output),

@@ -71,6 +71,7 @@ def made(once: Once, folder: Path) -> Made:
         ran = call.good(
             *("generate", "--weights", folder, *UPSTREAM, "--prompt", "a cat"),
             *("--seed", "7", "--run-dir", place / "run", "--out", place / "fox.gif"),
+            *("--weights-on", "chip"),
             *("--cache-dir", place / "cache", "--report", place / "new/report.json"),
             "--json",
         )

@@ -31,8 +31,8 @@ FREE = {
 #: Fields that may be null or missing: what was not given, or not known.
 ABSENT = {
     "run": r"asked\.\w+(\.0)?|versions\.\w+|weights\.\w+",
-    "sidecar": r"how\.vae_tiling|request\.(flags\.\w+|(negative_)?prompts\.0)"
-    r"|versions\.\w+|weights\.fingerprints\.\w+",
+    "sidecar": r"how\.(vae_tiling|weights_on)"
+    r"|request\.(flags\.\w+|(negative_)?prompts\.0)|versions\.\w+|weights\.fingerprints\.\w+",
     "tape": r"finished|calls\.0(\.call\.(answer|random))?|steps\.0|.*\.tensors\.0",
 }
 #: Other values that say something too: one prompt, one seed, one device, no history.

@@ -75,6 +75,7 @@ def test_the_sidecar_has_every_setting_and_a_summary(made: Made) -> None:
     assert sidecar["output"] == output
     assert {"python", "tpuport", "torch", "jax"} <= set(sidecar["versions"])
     assert sidecar["how"]["backend"] == "diffusers"
+    assert sidecar["how"]["weights_on"] == "chip"
     assert sidecar["summary"]["peak_host_bytes"] > 0
 
 

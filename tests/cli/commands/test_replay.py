@@ -63,6 +63,15 @@ def test_other_weights_are_refused_before_the_work(
     assert "loading" not in ran.err
 
 
+def test_a_replay_has_the_weights_where_the_run_had_them(
+    cli: Cli, sidecar: Path
+) -> None:
+    """The small blocks of this pipeline cannot stream, which the refusal shows."""
+    how = {**read_sidecar(sidecar)["how"], "backend": "tpuport", "weights_on": "host"}
+    file = altered(sidecar, how=how)
+    cli.refused("--weights-on host (weights_on=): ", "replay", file)
+
+
 def test_an_image_that_is_not_there_is_named_with_its_sha256(
     cli: Cli, sidecar: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 import numpy as np
 from typing_extensions import TypedDict
 
-from tpuport.core.enums import Backend, Blocks, Dtype, Tiling
+from tpuport.core.enums import Backend, Blocks, Dtype, Tiling, WeightsOn
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.typed import checked
 
@@ -58,6 +58,7 @@ class How(TypedDict):
     on_host: list[str]
     blocks: Blocks
     sharding: str
+    weights_on: NotRequired[WeightsOn]
     vae: str
     vae_tiling: Tiling | None
 
