@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import http.client
 import json
 import os
 import secrets
+import socket
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 #: Seconds that a server may be away, as while it is started again.
 PATIENCE = 600.0
 #: Seconds for an answer, and between two tries.
 _TIMEOUT, _FIRST, _LONGEST = 330.0, 0.5, 15.0
-#: Answers of a server that is not up.
-_AWAY = (502, 503, 504)
+#: Answers of a server that is not up, and of what stands before one that may have done
+#: what it was asked.
+_AWAY, _LOST = (502, 503, 504), (502, 504)
 
 
 class ServerError(RuntimeError):
-    """What the server refuses, or that it cannot be reached."""
+    """What the server refuses, or that it cannot be reached.
 
-    def __init__(self, said: str, *, away: bool = False) -> None:
+    Attributes:
+        lost: the server may have done what it was asked.
+    """
+
+    def __init__(self, said: str, *, away: bool = False, lost: bool = False) -> None:
         super().__init__(said)
-        self.away = away
+        self.away, self.lost = away, lost
 
 
 class Server:
@@ -44,7 +52,10 @@ class Server:
         self._on_wait = on_wait
 
     def create(self, fields: dict[str, Any], image: bytes | None) -> dict[str, Any]:
-        """A new job; ``image`` is a PNG to start from.
+        """A new job; asked for again where the answer is lost, by the same key.
+
+        Args:
+            image: a PNG to start from.
 
         Raises:
             ServerError: the request is refused, or the server cannot be reached.
@@ -53,17 +64,25 @@ class Server:
             body, kind = json.dumps(fields).encode(), "application/json"
         else:
             body, kind = _form(fields, image)
-        found: dict[str, Any] = json.loads(self._ask("videos", body, kind))
+        headers = {"Content-Type": kind, "Idempotency-Key": secrets.token_hex(16)}
+        asked = functools.partial(self._ask, "videos", body, headers)
+        try:
+            answer = asked()
+        except ServerError as error:
+            if not error.lost:
+                raise
+            answer = self._patiently(asked)
+        found: dict[str, Any] = json.loads(answer)
         return found
 
     def job(self, name: str) -> dict[str, Any]:
         """A job as it is now; waits for a server that is away."""
-        found: dict[str, Any] = json.loads(self._patiently(f"videos/{name}"))
+        found: dict[str, Any] = json.loads(self._content_of(f"videos/{name}"))
         return found
 
     def content(self, name: str, variant: str) -> bytes:
         """A file of a job; waits for a server that is away."""
-        return self._patiently(f"videos/{name}/content?variant={variant}")
+        return self._content_of(f"videos/{name}/content?variant={variant}")
 
     def preview(self, name: str) -> bytes | None:
         """The newest preview as a PNG; nothing where there is none."""
@@ -76,11 +95,14 @@ class Server:
         """End a job, and remove what it has made."""
         self._ask(f"videos/{name}", method="DELETE")
 
-    def _patiently(self, path: str) -> bytes:
+    def _content_of(self, path: str) -> bytes:
+        return self._patiently(functools.partial(self._ask, path))
+
+    def _patiently(self, asked: Callable[[], bytes]) -> bytes:
         began, pause = time.monotonic(), _FIRST
         while True:
             try:
-                return self._ask(path)
+                return asked()
             except ServerError as error:
                 if not error.away or time.monotonic() - began > PATIENCE:
                     raise
@@ -92,10 +114,10 @@ class Server:
         self,
         path: str,
         body: bytes | None = None,
-        kind: str = "application/json",
+        headers: Mapping[str, str] = {},
         method: str | None = None,
     ) -> bytes:
-        headers = {"Content-Type": kind}
+        headers = dict(headers)
         if key := os.environ.get("TPUPORT_API_KEY", "").strip():
             headers["Authorization"] = f"Bearer {key}"
         url = f"{self.url}/v1/{path}"
@@ -105,12 +127,16 @@ class Server:
                 found: bytes = answer.read()
                 return found
         except urllib.error.HTTPError as error:
-            raise ServerError(_told(error), away=error.code in _AWAY) from None
-        except (OSError, ValueError) as error:
+            away, lost = error.code in _AWAY, error.code in _LOST
+            raise ServerError(_told(error), away=away, lost=lost) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
+            unconnected = isinstance(reason, ConnectionRefusedError | socket.gaierror)
+            away = not isinstance(error, ValueError)
             raise ServerError(
                 f"{self.url} cannot be reached: {reason}",
-                away=isinstance(error, OSError),
+                away=away,
+                lost=away and not unconnected,
             ) from None
 
 

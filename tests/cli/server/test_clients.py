@@ -22,6 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.cli.server.fake import Fake, picture
 from tests.cli.server.running import Running, running, until
 from tests.cli.tools import Cli
 
@@ -272,6 +273,31 @@ def test_an_interrupt_deletes_the_job(
     with pytest.raises(InterruptProcessingException):
         executed(node, **asked)
     assert served.ask("/v1/videos")[1]["data"] == before
+
+
+@pytest.mark.parametrize("pictured", [False, True])
+def test_a_node_whose_answer_is_lost_makes_one_job(
+    nodes: dict[str, Any], pictured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run of the node is a job of its own."""
+    name = nodes["TpuportTextToVideo"].__module__.replace("nodes", "jobs")
+    monkeypatch.setattr(sys.modules[name], "_FIRST", 0.01)
+    preview = io.BytesIO()
+    picture().save(preview, "png")
+    fake = Fake(video=b"a video", preview=preview.getvalue())
+    fake.start()
+    fake.lost = 2
+    node = nodes["TpuportImageToVideo" if pictured else "TpuportTextToVideo"]
+    asked: dict[str, Any] = {"prompt": "a", "server": fake.url, "steps": 1}
+    asked |= {"image": torch.zeros(1, 8, 8, 3)} if pictured else {}
+    try:
+        executed(node, **asked)
+        assert [method for method, _, _ in fake.asked].count("POST") == 3
+        assert len(fake.jobs) == 1
+        executed(node, **asked)
+        assert len(fake.jobs) == 2
+    finally:
+        fake.end()
 
 
 def test_a_refusal_is_the_servers_own_words(
