@@ -10,6 +10,7 @@ const at = (id) => document.getElementById(id);
 const known = new Map(); // id -> what is shown of a job
 const images = new Map(); // id -> the file that the job starts from
 let ready = null; // the newest answer of /ready
+let unanswered = null; // the newest request whose answer did not come, and its key
 let timer = 0, running = false, again = false, pause = FIRST;
 
 class Refused extends Error {
@@ -54,9 +55,10 @@ const content = async (id, variant, index = 0) => {
 // A request is checked before the queue; the first check waits for imports.
 const checking = () => AbortSignal.timeout(11 * PATIENCE);
 
-const create = (fields, image) => {
+const create = ({ fields, image, key }) => {
+  const headers = { "Idempotency-Key": key };
   if (!image) {
-    const headers = { "Content-Type": "application/json" };
+    headers["Content-Type"] = "application/json";
     return read("v1/videos", { method: "POST", signal: checking(), headers, body: JSON.stringify(fields) });
   }
   const body = new FormData();
@@ -64,8 +66,18 @@ const create = (fields, image) => {
     body.set(name, typeof value === "string" ? value : JSON.stringify(value));
   }
   body.set("input_reference", image, image.name);
-  return read("v1/videos", { method: "POST", signal: checking(), body });
+  return read("v1/videos", { method: "POST", signal: checking(), headers, body });
 };
+
+const anyKey = () => [...crypto.getRandomValues(new Uint32Array(4))].join("-");
+
+// A request that is made again after its answer was lost is the same job.
+function request(fields, image, of) {
+  const lost = unanswered;
+  unanswered = null;
+  if (lost && lost.image === image && JSON.stringify(lost.fields) === JSON.stringify(fields)) return lost;
+  return { fields, image, of, key: anyKey() };
+}
 
 // ---- words
 
@@ -242,12 +254,13 @@ async function remove(shown) {
 const withImage = () => JSON.parse(sessionStorage.getItem(IMAGES) || "[]");
 const anySeed = () => crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
 
-async function make(fields, image) {
+async function make(fields, image, of) {
+  const asked = request(fields, image, of);
   trouble("");
   for (const field of at("ask").elements) field.removeAttribute("aria-invalid");
   at("make").disabled = true;
   try {
-    const job = await create(fields, image);
+    const job = await create(asked);
     if (image) {
       images.set(job.id, image);
       sessionStorage.setItem(IMAGES, JSON.stringify([...withImage(), job.id].slice(-100)));
@@ -255,7 +268,8 @@ async function make(fields, image) {
     tell(`${short(job.prompt)}: in the queue`);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
-    trouble(error.away ? `Not sent: ${error.message}. Send it again once the server is ready.` : `${error.message}.`.replace(/\.\.$/, "."));
+    if (error.away) unanswered = asked;
+    trouble(error.away ? `No answer: ${error.message}. Press the button again once the server is ready; the video is made once.` : `${error.message}.`.replace(/\.\.$/, "."));
     const names = { prompt: "prompt", size: "shape", num_frames: "shape", num_inference_steps: "steps", seed: "seed", input_reference: "image" };
     const field = at(names[error.param]);
     if (field) {
@@ -279,10 +293,11 @@ function asIs() {
 }
 
 function makeAgain(job) {
-  const fields = { ...job.tpuport.settings, seed: anySeed() };
+  const lost = unanswered?.of === job.id && unanswered.fields;
+  const fields = lost || { ...job.tpuport.settings, seed: anySeed() };
   const image = images.get(job.id);
   if (image || !(ready?.image === "required" || withImage().includes(job.id))) {
-    return make(fields, image);
+    return make(fields, image, job.id);
   }
   // The image is not here any more, as after a reload.
   at("prompt").value = job.prompt;

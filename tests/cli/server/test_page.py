@@ -19,7 +19,7 @@ import pytest
 from tests.cli.server.running import PATIENCE, Running, until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Locator, Page, Route
 
 ROOT = Path(__file__).parents[3]
 IMAGES = ROOT / "docs/images"
@@ -228,7 +228,7 @@ def test_the_server_is_started_again_under_the_page(page: Page, served: Served) 
     page.get_by_text("does not answer; trying again in").wait_for()
     page.get_by_label("Prompt").fill("lost")
     page.get_by_role("button", name="Make the video").click()
-    page.get_by_role("alert").get_by_text("Not sent").wait_for()
+    page.get_by_role("alert").get_by_text("No answer").wait_for()
     assert page.get_by_label("Prompt").input_value() == "lost"
     served.again()
     until(lambda: served.ask("/ready")[0] == 200, 3 * PATIENCE)
@@ -237,6 +237,44 @@ def test_the_server_is_started_again_under_the_page(page: Page, served: Served) 
     video.wait_for()
     assert video.evaluate(PLAYS) >= 0.3
     assert page.get_by_role("alert").inner_text() == ""
+
+
+def test_a_video_whose_answer_is_lost_is_made_once(page: Page, served: Served) -> None:
+    def lost(route: Route) -> None:
+        if route.request.method == "POST":
+            route.fetch()
+            route.abort()
+        else:
+            route.fallback()
+
+    def count() -> int:
+        found = served.ask("/v1/videos?limit=100")[1]["data"]
+        return sum(job["prompt"] == "a lost one" for job in found)
+
+    def press(button: Locator) -> None:
+        page.route("**/v1/videos", lost)
+        button.click()
+        page.get_by_role("alert").get_by_text("No answer").wait_for()
+        page.unroute("**/v1/videos", lost)
+        press_again(button)
+
+    def press_again(button: Locator) -> None:
+        with page.expect_response("**/v1/videos") as answer:
+            button.click()
+        assert answer.value.ok
+
+    page.get_by_label("Prompt").fill("a lost one")
+    page.get_by_label("Steps").fill(str(FEW))
+    first = page.get_by_role("button", name="Make the video")
+    press(first)
+    assert count() == 1
+    name = of(page, "a lost one").locator("..").get_attribute("id")
+    another = page.locator(f"#{name} .again")
+    press(another)
+    assert count() == 2
+    for number, button in ((3, first), (4, another)):  # each is a request of its own
+        press_again(button)
+        assert count() == number
 
 
 #: Of each thing that takes the focus, one Tab after the other: tag, id and name.
