@@ -110,7 +110,7 @@ class Settings(RunSettings, Asked):
     batch_size: int | None = setting(
         kinds.positive,
         "--batch-size N",
-        "Up to so many videos in one call.",
+        "The most videos that one call makes together.",
         commands="GEPC",
         panel=WHAT,
     )

@@ -39,8 +39,10 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     port=flag("--port N", "0 takes a free one.", min=0, max=65535),
     folder=flag("--folder FOLDER", "Jobs and videos. (default: in the cache folder)"),
     api_key_file=flag("--api-key-file FILE", "Keys of clients, one a line."),
-    queue=flag("--queue N", "Jobs that may wait.", min=1),
-    keep=flag("--keep TIME", "Then a job and its files go, such as 7d or 12h."),
+    queue=flag("--queue N", "The most jobs that wait; the server refuses more.", min=1),
+    keep=flag(
+        "--keep TIME", "How long finished videos are kept, such as 7d, 12h or 30m."
+    ),
     shapes=flag(
         "--shapes WxHxF",
         "Sizes and frames that requests may have; may be repeated.",
@@ -74,7 +76,8 @@ def serve(
 ) -> None:
     """Serve videos over HTTP, as OpenAI's /v1/videos.
 
-    The other flags are for all requests that say nothing else.
+    The other flags are for all requests that say nothing else. Jobs that wait share
+    calls with --batch-size N, if an engine measures that shared calls are faster.
 
     Example: tpuport serve --model wan --steps 30 --api-key-file keys.txt
     """
@@ -208,10 +211,15 @@ def _loras(folder: Path | None) -> dict[str, Path]:
     if folder is None:
         return {}
     if not folder.is_dir():
-        raise UsageError(f"--loras {folder}: is no folder")
+        raise UsageError(
+            f"--loras {folder}: is no folder; name the folder of the LoRA files"
+        )
     found = {file.stem: file for file in sorted(folder.glob("*.safetensors"))}
     if not found:
-        raise UsageError(f"--loras {folder}: has no .safetensors file")
+        raise UsageError(
+            f"--loras {folder}: has no .safetensors file; put the LoRAs there, or "
+            "leave the flag out"
+        )
     return found
 
 
@@ -298,6 +306,13 @@ def _serve(
         sys.stdout.flush()
         say(f"serving on {url}")
         uvicorn.Server(config).run(sockets=[listening])
+    except BaseException as error:
+        if signals.ended_by(error):
+            error.add_note(
+                f"jobs are kept in {folder}; the same command goes on with those that "
+                "have not ended"
+            )
+        raise
     finally:
         made.close()
         jobs.close()

@@ -130,7 +130,7 @@ def _key(file: str | None) -> str:
     if file is None:
         return os.environ.get(KEY, "").strip()
     path = read_value(kinds.path, file, "--api-key-file")
-    lines = [line.strip() for line in read_text(path, "key file").splitlines()]
+    lines = [line.strip() for line in read_text(path, "--api-key-file").splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise UsageError(f"--api-key-file {path}: holds no key; write one a line")

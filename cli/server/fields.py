@@ -43,6 +43,8 @@ _SAME = ("prompt", "negative_prompt", "fps", "num_inference_steps", "guidance_sc
 
 #: Limits of a request.
 MOST_VIDEOS, MOST_TEXT, MOST_FPS, MOST_SEED = 8, 20_000, 240.0, 2**63 - 1 - 8
+#: What lets a request have more steps.
+_MORE_STEPS = "; a server that is started with a larger --max-steps takes more"
 #: Options that programs are made for, or that are no client's.
 _OF_THE_SERVER = (
     *("max_sequence_length", "height", "width", "num_frames", "num_videos_per_prompt"),
@@ -263,7 +265,9 @@ def _check_limits(typed: Mapping[str, Any], limits: Limits) -> None:
     }
     for name, value in most.items():
         if typed.get(name, 0) > value:
-            raise Refused(400, f"{name}: is more than {value:.0f}, the most here", name)
+            message = f"{name}: is more than {value:.0f}, the most here"
+            more = _MORE_STEPS if name == "num_inference_steps" else ""
+            raise Refused(400, message + more, name)
     for name in ("fps", "seconds", "flow_shift"):
         if name in typed and typed[name] <= 0:
             raise Refused(400, f"{name}: is not positive", name)
@@ -280,7 +284,7 @@ def _check_limits(typed: Mapping[str, Any], limits: Limits) -> None:
         _check_option(name, value)
         if name in _LISTS and isinstance(value, Sequence) and len(value) > limits.steps:
             message = f"extra: {name} has more than {limits.steps}, the most steps here"
-            raise Refused(400, message, "extra")
+            raise Refused(400, message + _MORE_STEPS, "extra")
 
 
 def _check_option(name: str, value: Any) -> None:

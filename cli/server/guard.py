@@ -46,7 +46,7 @@ def read_keys(file: Path) -> tuple[str, ...]:
     Raises:
         UsageError: it cannot be read, or a line is no key.
     """
-    lines = read_text(file, "file of keys").splitlines()
+    lines = read_text(file, "--api-key-file").splitlines()
     keys = [line.strip() for line in lines]
     keys = [key for key in keys if key and not key.startswith("#")]
     for number, key in enumerate(keys, 1):

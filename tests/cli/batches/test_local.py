@@ -99,7 +99,7 @@ def test_what_is_wrong_with_the_command_is_one_line(cli: Cli, folder: Path) -> N
         "--replicas 2: replicas are of a Ray cluster; name it by --ray",
         *("batch", file, "--out", "o", "--replicas", "2"),
     )
-    cli.refused("does not exist", "batch", "none.jsonl", "--out", "o")
+    cli.refused("does not exist; check the name", "batch", "none.jsonl", "--out", "o")
     Path("mine").mkdir()
     Path("mine/letter.txt").touch()
     cli.refused("is of no batch", "batch", file, "--out", "mine")

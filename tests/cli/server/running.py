@@ -133,9 +133,9 @@ class Running:
         self.process.kill()
         self.process.wait()
 
-    def end(self) -> int:
-        """The exit code after SIGTERM."""
-        self.process.send_signal(signal.SIGTERM)
+    def end(self, signum: signal.Signals = signal.SIGTERM) -> int:
+        """The exit code after a signal."""
+        self.process.send_signal(signum)
         return self.process.wait(PATIENCE)
 
 

@@ -47,6 +47,8 @@ def asked(**given: Any) -> Wanted:
         ({"seconds": 1, "num_frames": 9}, "seconds", "exclude"),
         ({"n": 9}, "n", "more than 8"),
         ({"num_inference_steps": 51}, "num_inference_steps", "more than 50"),
+        ({"num_inference_steps": 51}, "num_inference_steps", "larger --max-steps"),
+        ({"extra": {"sigmas": [1.0] * 51}}, "extra", "larger --max-steps"),
         ({"guidance_scale": float("nan")}, "guidance_scale", "finite"),
         ({"guidance_scale": 10**400}, "guidance_scale", "too large"),
         ({"fps": -1}, "fps", "not positive"),

@@ -297,7 +297,10 @@ def test_a_killed_server_goes_on_to_the_same_bytes(
         assert found is not None, server.said
         assert 0 < int(found[1]) < KEPT
         began = time.monotonic()
-        assert server.end() == 128 + 15
+        assert server.end(signal.SIGINT) == 128 + signal.SIGINT
+        word, kept = server.said.splitlines()[-2:]
+        assert word == "interrupted"
+        assert kept.startswith(f"jobs are kept in {tmp_path}/kept; the same command")
         assert time.monotonic() - began < 120
     wanted = alone(cli, folder, "fox.mp4", "--prompt", "a fox", "--seed", "5",
                    "--steps", str(KEPT))  # fmt: skip

@@ -69,14 +69,19 @@ def read_text(path: Path, what: str) -> str:
         with path.open("rb") as file:
             raw = file.read(LIMIT_BYTES + 1)
         if len(raw) > LIMIT_BYTES:
-            raise UsageError(f"{what} {path} is larger than {LIMIT_BYTES >> 20} MiB")
+            raise UsageError(
+                f"{what} {path} is larger than {LIMIT_BYTES >> 20} MiB; name a smaller "
+                "file"
+            )
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"{what} {path} does not exist") from None
+        raise UsageError(f"{what} {path} does not exist; check the name") from None
     except OSError as error:
-        raise UsageError(f"{what} {path} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"{what} {path} cannot be read: {error.strerror}; name a file that can"
+        ) from error
     except UnicodeDecodeError:
-        raise UsageError(f"{what} {path} is not UTF-8 text") from None
+        raise UsageError(f"{what} {path} is not UTF-8 text; save it as UTF-8") from None
 
 
 def checked(
