@@ -18,7 +18,7 @@ from tests.cli.tools import Cli
         (("--shapes", "8x8"), "is no WIDTHxHEIGHTxFRAMES, such as 720x480x49"),
         (
             ("--api-key-file", "none"),
-            "--api-key-file none does not exist; check the name",
+            "none does not exist; check the name",
         ),
         (("--host", "no.such.host."), "cannot be listened to"),
     ],
