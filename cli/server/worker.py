@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
@@ -35,7 +36,12 @@ class Worker:
         self._process = context.Process(
             target=run, args=(theirs, role, debug), daemon=True
         )
-        self._process.start()
+        # Ctrl-C reaches the new process too, before the process can ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._hear = hear
         threading.Thread(target=self._listen, daemon=True).start()
