@@ -1,12 +1,17 @@
-"""What ``tpuport serve`` refuses before it listens."""
+"""What ``tpuport serve`` says before it is ready."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.tools import Cli
+from tests.processes import LONGEST
 
 
 @pytest.mark.parametrize(
@@ -29,3 +34,24 @@ def test_a_wrong_value_is_one_line_that_says_what_to_do(
     ran = cli.refused(said, "serve", *args)
     assert ran.err.count("\n") == 1
     assert list(Path().iterdir()) == []
+
+
+def test_ctrl_c_at_once_says_where_jobs_are_and_nothing_else(tmp_path: Path) -> None:
+    """A terminal sends the signal to the server's own processes too."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tpuport", "serve", "--port", "0", "--folder", "kept"],
+        cwd=tmp_path,
+        env=os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "cache")},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("serving on ")
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=LONGEST)
+    word, kept = said.splitlines()
+    assert word == "interrupted"
+    assert kept.startswith(f"jobs are kept in {tmp_path}/kept; the same command")
+    assert process.returncode == 128 + signal.SIGINT
