@@ -15,7 +15,7 @@ from tpuport.core.enums import Blocks
 from tpuport.core.files.stores import StorePath, fetched
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.programs.folder_place import BUILT
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, plural
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import RunSettings
@@ -219,12 +219,18 @@ def _check_patches(
     """Refuse a plugin whose patches do not fit the installed upstream."""
     from tpuport.core.tracing.patching import inspect_patches
 
-    for status in inspect_patches(plugin.patches_with(blocks, chosen)):
-        if status.state in ("gone", "broken"):
-            names = [
-                f"module {name}'s native form: "
-                for name, form in plugin.forms_with(blocks, chosen).items()
-                if status.name in (patch.name for patch in form.patches)
-            ]
-            where = names[0] if names else ""
-            raise PluginError(f"plugin {plugin.name}: {where}{status.detail}")
+    forms = plugin.forms_with(blocks, chosen)
+    owners = {p.name: name for name, form in forms.items() for p in form.patches}
+    found = inspect_patches(plugin.patches_with(blocks, chosen))
+    wrong = [status for status in found if status.state in ("gone", "broken")]
+    if not wrong:
+        return
+    error = PluginError(
+        f"plugin {plugin.name}: {plural(len(wrong), 'patch')} cannot be applied: "
+        + ", ".join(status.name for status in wrong)
+    )
+    for status in wrong:
+        owner = owners.get(status.name)
+        form = f"module {owner}'s native form: " if owner else ""
+        error.add_note(f"  {form}{status.detail}")
+    raise error

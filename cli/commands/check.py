@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -28,7 +28,7 @@ from tpuport.errors import UsageError
 from tpuport.plugins import find_plugin, model_plugins
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tpuport.cli.runs.checked import Checked
     from tpuport.core.drive.compared import Compared
@@ -69,36 +69,55 @@ def check_(
         import_libraries(display)
         from tpuport.cli.runs.checked import check
 
-        checked = check(name, settings, found, display)
+        told = 0
+
+        def tell(checked: Checked) -> None:
+            nonlocal told
+            lines = list(_text(checked))
+            if not settings.json and lines[told:]:
+                print(*lines[told:], sep="\n", flush=True)
+            told = len(lines)
+
+        checked = check(name, settings, found, display, tell)
     document = {"command": "check", **checked.as_dict()}
-    give_out(document, as_json=settings.json, text=_text(checked))
+    give_out(document, as_json=settings.json)
     if not checked.good:
         raise typer.Exit(1)
 
 
 def _text(found: Checked) -> Iterator[str]:
-    yield f"{found.pipeline}, small, in float32 beside upstream's own code:"
-    for one in found.compared:
-        yield f"  {one.mesh}: {_verdict(one)}"
+    """All that is known so far; what comes to be known later is told behind it."""
     for place in found.imports:
         yield f"{place.file}:{place.line}: {place.kind}: {place.code}"
         yield f"    {place.remedy}"
+    yield f"{found.pipeline}, small, in float32 beside upstream's own code:"
+    for one in found.compared:
+        yield f"  {one.mesh}: {_verdict(one)}"
     plan = found.plan
     if plan is None:
-        yield f"no plan: {found.unplanned}"
+        if found.unplanned:
+            yield f"no plan: {found.unplanned}"
         return
     step = plan.seconds_per_step
     fits = "fits" if plan.fits else "does not fit"
     each = "no time" if step is None else f"{seconds_text(step)} a step"
     yield (
-        f"planned for {plan.topology}, mesh {plan.mesh}: {each}, {fits} with "
-        f"{bytes_text(plan.hbm_bytes)} a device"
+        f"planned for {plan.topology}, mesh {plan.mesh}, {_size(plan.settings)}: "
+        f"{each}, {fits} with {bytes_text(plan.hbm_bytes)} a device"
     )
     for loss in found.losses[:_TOLD]:
         yield f"  {seconds_text(loss.seconds)} a step: {loss.what}"
         yield f"    {loss.remedy}; see {loss.example}"
     if left := found.losses[_TOLD:]:
         yield f"  and {plural(len(left), 'smaller loss')}: --json"
+
+
+def _size(settings: Mapping[str, Any]) -> str:
+    """Frames, height and width of a plan; upstream has three names for frames."""
+    told = [(n, "frames") for n in ("num_frames", "video_length", "frames")]
+    told += [("height", "high"), ("width", "wide")]
+    known = [f"{settings[name]} {word}" for name, word in told if settings.get(name)]
+    return ", ".join(known) or "no size"
 
 
 def _verdict(one: Compared) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -170,18 +170,23 @@ class Subject:
 
 
 def check(
-    name: str, settings: Settings, topology: Topology | None, reporter: Reporter
+    name: str,
+    settings: Settings,
+    topology: Topology | None,
+    reporter: Reporter,
+    tell: Callable[[Checked], None],
 ) -> Checked:
     """Check a plugin, or a folder: of a pipeline, or of a plugin's package.
 
     Args:
         topology: of the plan; ``None`` for none.
+        tell: called each time that more is known.
     """
     place = Path(name).expanduser()
     plugin = find_plugin(name)
     if plugin is None and (place / "pyproject.toml").is_file():
         with plugin_of_folder(place) as plugin:
-            return check(plugin.model.name, settings, topology, reporter)
+            return check(plugin.model.name, settings, topology, reporter, tell)
     if place.is_dir() and not [*place.glob("*model_index.json")] and not plugin:
         raise UsageError(
             f"{place} has neither model_index.json, as a pipeline has, nor "
@@ -192,10 +197,13 @@ def check(
     found = Checked(pipeline=folder.class_name, weights=folder.folder)
     if plugin is not None:
         found.imports = behind_the_door(plugin.sources)
-    with upstreams_errors(folder.class_name):
-        found.compared = compare(folder, settings, reporter)
+    tell(found)
+    for one in compare(folder, settings, reporter):
+        found.compared.append(one)
+        tell(found)
     if topology is None:
         found.unplanned = "--no-plan"
+        tell(found)
         return found
     try:
         full = _full(subject, name, settings)
@@ -207,13 +215,21 @@ def check(
         found.unplanned, found.refused = one_line(error), True
     if found.plan is None and not found.unplanned:
         found.unplanned = "no configs of a full size: add --weights FOLDER_OR_HUB_ID"
+    tell(found)
     return found
 
 
 def compare(
     folder: PipelineFolder, settings: Settings, reporter: Reporter
-) -> list[Compared]:
-    """A small pipeline beside upstream's code: on one device, and on meshes."""
+) -> Iterator[Compared]:
+    """A small pipeline beside upstream's code: on one device, then on each mesh."""
+    with upstreams_errors(folder.class_name):  # not those of who takes the results
+        yield from _compared(folder, settings, reporter)
+
+
+def _compared(
+    folder: PipelineFolder, settings: Settings, reporter: Reporter
+) -> Iterator[Compared]:
     by_upstream = replace(folder, whole=folder.modules())
     pipelines = [f.load(torch.float32, reporter) for f in (folder, by_upstream)]
     for one in pipelines:
@@ -240,11 +256,10 @@ def compare(
     pair = Pair(ours=pipelines[0], theirs=pipelines[1], arguments=call)
     with reporter.timed("running upstream's own code"):
         expected = pair.expected()
-    found: list[Compared] = []
     for mesh, target in ported:
         with reporter.timed(f"running {folder.class_name} on {mesh}"):
-            found.append(pair.compare(target, expected, calls=not found))
-    return found
+            found = pair.compare(target, expected, calls=target is ported[0][1])
+        yield found
 
 
 def arguments(folder: PipelineFolder) -> dict[str, Any]:

@@ -32,6 +32,11 @@ _SPLIT = {
     r"net\.0\.proj\.weight": ("tp", None),
     r"net\.0\.proj\.bias": ("tp",),
     r"net\.2\.weight": (None, "tp"),
+    r"add_[qkv]_proj\.weight": ("tp", None),
+    r"add_[qkv]_proj\.bias": ("tp",),
+    r"to_add_out\.weight": (None, "tp"),
+    r"norm_[qk]\.weight": ("tp",),
+    r"norm_added_[qk]\.weight": ("tp",),
 }
 
 _PROJECT = """\
@@ -130,7 +135,7 @@ def new_package(
     configs = subject.configs
     modules = [part for part in configs if denoises(part)]
     rehearsal, changes = _ported(subject, settings, reporter)
-    layout = {k: v for k, v in _SPLIT.items() if _matches(k, rehearsal)}
+    layout = {k: v for k, v in _SPLIT.items() if _fits(k, rehearsal)}
     words = {
         "name": name,
         "package": package,
@@ -171,13 +176,25 @@ def _ported(
     return found, {name: known[name] for name in known if ran[name]}
 
 
-def _matches(pattern: str, found: Rehearsal) -> bool:
-    return any(
-        re.fullmatch(rf"(?:.*\.)?{pattern}", weight)
+def _fits(pattern: str, found: Rehearsal) -> bool:
+    """Whether a denoiser has weights of a pattern, and no norm of each head alone."""
+    matched = [
+        (name, program.weights)
         for program in found.programs
         if denoises(program.component)
-        for weight in program.weights
-    )
+        for name in program.weights
+        if re.fullmatch(rf"(?:.*\.)?{pattern}", name)
+    ]
+    return bool(matched) and not any(_of_a_head(*one) for one in matched)
+
+
+def _of_a_head(name: str, weights: Mapping[str, Any]) -> bool:
+    """Whether a weight is of a norm over one head, which tp does not split."""
+    layer = re.sub(r"norm_([qk])\.weight$", r"to_\1.weight", name)
+    layer = re.sub(r"norm_added_([qk])\.weight$", r"add_\1_proj.weight", layer)
+    if layer == name:
+        return False
+    return layer not in weights or weights[name].shape[-1] < weights[layer].shape[-2]
 
 
 def _tuple(spec: tuple[str | None, ...]) -> str:

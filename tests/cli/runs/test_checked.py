@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import pytest
 from tests.cli.tools import Cli, call
 from tests.pipelines.example import all_examples, made, saved
 from tpuport import hookspecs, plugins, targets
+from tpuport.core.drive.compared import Compared
 from tpuport.core.enums import Blocks
+from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.source_scan import behind_the_door
 from tpuport.core.seam.target import Target
 from tpuport.errors import MeshError
@@ -135,6 +137,40 @@ def test_a_plan_that_is_refused_is_told(
     assert ran.json["unplanned"] == "too few heads"
 
 
+def test_each_verdict_is_told_before_the_next_part_begins(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the plan itself, which needs the compiler for TPUs."""
+    from tpuport.cli.commands import check
+    from tpuport.cli.runs import checked
+
+    before: list[int] = []
+
+    def began() -> None:
+        before.append(sys.stdout.getvalue().count("\n"))  # type: ignore[attr-defined]
+
+    def compared(*_: object) -> Iterator[Compared]:
+        for mesh in ("one device", "dp=2,sp=2"):
+            began()
+            yield Compared(mesh=mesh, worst=0.0)
+
+    def planned(*_: object, **__: object) -> Plan:
+        began()
+        raise MeshError("too few heads")
+
+    monkeypatch.setattr(checked, "compare", compared)
+    monkeypatch.setattr(checked, "plan_run", planned)
+    monkeypatch.setattr(check, "prepare_topology", lambda topology: None)
+    ran = cli("check", "wan")
+    assert before == [1, 2, 3]
+    assert ran.out.splitlines() == [
+        "WanPipeline, small, in float32 beside upstream's own code:",
+        "  one device: equal, largest difference 0.0e+00",
+        "  dp=2,sp=2: equal, largest difference 0.0e+00",
+        "no plan: too few heads",
+    ]
+
+
 def test_what_cannot_be_checked_is_refused(cli: Cli, tmp_path: Path) -> None:
     told = "weights folder './nothing' does not exist"
     cli.refused(told, "check", "./nothing", "--no-plan")
@@ -153,6 +189,9 @@ def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> No
     assert all(f"#   {change}: " in text for change in told["changes"])
     assert max(map(len, text.splitlines())) <= 88
     assert behind_the_door([package / "plugin.py"]) == []
+    # Over all heads Wan has norms, and tp splits their weights; Mochi's are of a head.
+    assert ('r"norm_[qk]\\.weight": ("tp",)' in text) == (name == "Wan")
+    assert ('r"add_[qkv]_proj\\.weight": ("tp", None)' in text) == (name == "Mochi")
     full = json.loads((package / "full.json").read_text())
     assert full["model_index"]["_class_name"] == f"{name}Pipeline"
 

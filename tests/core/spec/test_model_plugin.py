@@ -11,6 +11,7 @@ import pytest
 
 from tests.pipelines.example import all_examples, made
 from tpuport import api, plugins
+from tpuport.cli.shown.errors import explain
 from tpuport.core.spec.model_plugin import Layout, ModelPlugin, Module, Published
 from tpuport.errors import PluginError, ShardingError
 from tpuport.plugin import NativeForm, Patch
@@ -22,7 +23,7 @@ GONE = Patch(
     reason="none",
     upstream="",
 )
-TYPO: Layout = {r"to_x\.weight": ("tp", None)}
+TYPO: Layout = {r"(to_[qk]|net\.0\.porj)\.wieght": ("tp", None)}
 PLUGIN = ModelPlugin("mine", claims="diffusers:LTXPipeline")
 
 
@@ -60,17 +61,12 @@ def install(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
         (
             {"modules": {"transformer": Module(layout=TYPO)}},
             ShardingError,
-            r"plugin mine: module transformer: layout pattern 'to_x\\.weight' matches "
-            "no weight; did you mean to_v.weight? Else remove it",
-        ),
-        (
-            {"modules": {"transformer": Module(native=NativeForm(patches=(GONE,)))}},
-            PluginError,
-            "plugin mine: module transformer's native form: patch 'gone': target "
-            "diffusers.models.normalization:RMSNorm.forwards does not exist",
+            r"plugin mine: module transformer: layout pattern "
+            r"'(to_[qk]|net\\.0\\.porj)\\.wieght' matches no weight; did you mean "
+            "to_q.weight or to_k.weight? Else remove it",
         ),
     ],
-    ids=["claim", "module", "split", "pattern", "patch"],
+    ids=["claim", "module", "split", "pattern"],
 )
 def test_what_upstream_has_not_is_refused_when_a_pipeline_is_ported(
     pipeline: Any,
@@ -84,6 +80,47 @@ def test_what_upstream_has_not_is_refused_when_a_pipeline_is_ported(
         api.port(pipeline, progress=False)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+def test_every_patch_that_cannot_be_applied_is_told_on_a_whole_line(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long its target is."""
+    long = replace(GONE, name="long", target=f"diffusers:{'Long' * 90}.forward")
+    form = NativeForm(patches=(GONE,))
+    install(monkeypatch, patches=(long,), modules={"transformer": Module(native=form)})
+    with pytest.raises(PluginError) as caught:
+        api.port(pipeline, progress=False)
+    explain(caught.value, debug=False)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "error: plugin mine: 2 patches cannot be applied: long, gone"
+    assert told[1].startswith(f"  patch 'long': target {long.target} does not exist, ")
+    assert told[2].startswith(
+        f"  module transformer's native form: patch 'gone': target {GONE.target} does "
+    )
+    assert len(told) == 3
+    assert all(line.endswith("installed version or removed") for line in told[1:])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        (r"to_x\.weight", "to_q.weight or to_k.weight or to_v.weight"),
+        (r"to_out\.0\.wieght", "to_out.0.weight"),
+        (r"attn1\.to_out\.weight", "attn1.to_out.0.weight"),
+        (r"norm_[qk]\.weigth", "norm_q.weight or norm_k.weight"),
+        (r"(to_q|net\.0\.porj)\.bais", "to_q.bias"),
+    ],
+)
+def test_a_pattern_without_weights_is_told_the_nearest_ends_of_names(
+    pipeline: Any, pattern: str, near: str
+) -> None:
+    weights = dict(pipeline.transformer.named_parameters())
+    with pytest.raises(ShardingError) as caught:
+        Module(layout={pattern: ("tp",)}).plan("x", "default", weights, {"tp": 1})
+    assert f"did you mean {near}? Else remove it" in str(caught.value)
+    with pytest.raises(ShardingError, match="matches no weight; remove it"):
+        Module(layout={"zz": ("tp",)}).plan("x", "default", weights, {"tp": 1})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ traced on shapes and answered with zeros. What is rehearsed is what runs.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,7 @@ from tpuport.core.drive.tape import StageEnd
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
+from tpuport.core.pipelines.call_arguments import PARAMETERS
 from tpuport.core.pipelines.folder import PipelineFolder, is_a
 from tpuport.core.programs.jax_cache import lowered
 from tpuport.core.programs.program_key import WHOLE, ProgramKey, module_key
@@ -40,6 +42,9 @@ from tpuport.core.seam.target import Target
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.configs import building
 from tpuport.core.weights.sharding import ShardingPlan
+
+#: What a request says of a video's size.
+_SIZE = ("num_frames", "height", "width")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -187,6 +192,7 @@ class Rehearsal:
             fit together take turns.
         may_stream: components with weights on the devices that may wait on the host.
         streamed: bytes of weights of each module that wait on the host.
+        size: frames, height and width by upstream's names, its defaults among them.
     """
 
     programs: tuple[Rehearsed, ...]
@@ -197,6 +203,7 @@ class Rehearsal:
     held: Mapping[str, int]
     may_stream: frozenset[str] = frozenset()
     streamed: Mapping[str, int] = field(default_factory=dict)
+    size: Mapping[str, int] = field(default_factory=dict)
 
     def in_stages(self, stages: Collection[str]) -> list[Rehearsed]:
         """The programs that some stages call, beside the weights of these stages.
@@ -358,6 +365,7 @@ def rehearse(
         drive.caches = caches
         if first_step:
             drive.on_step = reached
+        size = stack.enter_context(_size_of(pipeline, arguments))
         with contextlib.suppress(StageEnd):
             output = pipeline(**arguments)
             seam.arithmetic.compute()  # of what a run reads: its output
@@ -376,8 +384,40 @@ def rehearse(
             blocks=target.blocks,
             host_seconds=median(between) if between else None,
             held=held,
+            size=size,
             **_streams(entries),
         )
+
+
+@contextlib.contextmanager
+def _size_of(pipeline: Any, arguments: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Frames, height and width of a call: what is given, else upstream's defaults.
+
+    A default that a pipeline computes is known once its ``check_inputs`` is called.
+    """
+    names = [name for one in _SIZE for name in PARAMETERS[one]]
+    found: dict[str, int] = {}
+
+    def note(given: Mapping[str, Any]) -> None:
+        found.update({n: given[n] for n in names if isinstance(given.get(n), int)})
+
+    takes = inspect.signature(pipeline.__call__).parameters
+    note({name: one.default for name, one in takes.items()})
+    note(arguments)
+    check = getattr(pipeline, "check_inputs", None)
+    if check is None:
+        yield found
+        return
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note(inspect.signature(check).bind(*args, **kwargs).arguments)
+        return check(*args, **kwargs)
+
+    pipeline.check_inputs = noted
+    try:
+        yield found
+    finally:
+        del pipeline.check_inputs
 
 
 def _streams(entries: Iterable[Entry]) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def plan_pipeline(
         slices=topology.slices,
         chip=chip,
         mesh=spec,
-        settings={
+        settings=dict(found.size)
+        | {
             name: value
             for name, value in arguments.items()
             if isinstance(value, bool | int | float | str | None)

@@ -130,7 +130,7 @@ class Plan:
         slices: how many of it.
         chip: its constants.
         mesh: the devices.
-        settings: the request, JSON-ready.
+        settings: the request, JSON-ready, with upstream's default size.
         dtype, attention, sharding: as ``generate`` takes them.
         blocks: those in place; ``"upstream"`` without a plugin that has others.
         stages: those planned, in order.

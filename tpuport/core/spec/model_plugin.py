@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -130,13 +130,26 @@ class Module:
         rules = rules_of(table)
         for pattern, rule in zip(table, rules, strict=False):
             if not any(re.fullmatch(rule.pattern, one) for one in weights):
-                ends = {".".join(one.split(".")[-2:]): None for one in weights}
-                near = did_you_mean(pattern.replace("\\", ""), ends, "correct it.")
+                near = _nearest(pattern, weights)
+                hint = f"did you mean {near}? Else remove" if near else "remove"
                 raise ShardingError(
                     f"module {name}: layout pattern {pattern!r} matches no weight; "
-                    f"{near} Else remove it"
+                    f"{hint} it"
                 )
         return plan_sharding(rules, weights, mesh, component=name)
+
+
+def _nearest(pattern: str, weights: Iterable[str]) -> str:
+    """Ends of weights' names that a pattern misses by the fewest letters, or none."""
+    import regex
+
+    most = len(pattern) // 3
+    near = regex.compile(rf"(?b)(?:.*\.)?((?:{pattern}){{e<={most}}})")
+    alike = {re.sub(r"\d+", "0", one): one for one in weights}
+    found = [one for one in map(near.fullmatch, alike.values()) if one]
+    errors = [sum(one.fuzzy_counts) for one in found]
+    ends = [one[1] for one, n in zip(found, errors, strict=True) if n == min(errors)]
+    return " or ".join(list(dict.fromkeys(ends))[:3])
 
 
 def rules_of(layout: Layout) -> tuple[ShardRule, ...]:
