@@ -110,6 +110,7 @@ def test_every_patch_that_cannot_be_applied_is_told_on_a_whole_line(
         (r"attn1\.to_out\.weight", "attn1.to_out.0.weight"),
         (r"norm_[qk]\.weigth", "norm_q.weight or norm_k.weight"),
         (r"(to_q|net\.0\.porj)\.bais", "to_q.bias"),
+        (r"blocks\.0\.attn1\.to_q\.weight", "transformer_blocks.0.attn1.to_q.weight"),
     ],
 )
 def test_a_pattern_without_weights_is_told_the_nearest_ends_of_names(

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -140,16 +141,21 @@ class Module:
 
 
 def _nearest(pattern: str, weights: Iterable[str]) -> str:
-    """Ends of weights' names that a pattern misses by the fewest letters, or none."""
-    import regex
+    """The ends of weights' names that a pattern misses by the fewest letters, or none.
 
-    most = len(pattern) // 3
-    near = regex.compile(rf"(?b)(?:.*\.)?((?:{pattern}){{e<={most}}})")
-    alike = {re.sub(r"\d+", "0", one): one for one in weights}
-    found = [one for one in map(near.fullmatch, alike.values()) if one]
-    errors = [sum(one.fuzzy_counts) for one in found]
-    ends = [one[1] for one, n in zip(found, errors, strict=True) if n == min(errors)]
-    return " or ".join(list(dict.fromkeys(ends))[:3])
+    Up to three, of up to four letters; else the most alike one of as many parts.
+    """
+    import regex  # like re, and knows patterns that almost match
+
+    alike = list({re.sub(r"\d+", "0", one): one for one in weights}.values())
+    for letters in range(1, min(len(pattern) // 3, 4) + 1):
+        near = regex.compile(rf"(?:.*\.)?\K(?:{pattern}){{e<={letters}}}")
+        found = [one[0] for one in map(near.fullmatch, alike) if one]
+        if found:
+            return " or ".join(list(dict.fromkeys(found))[:3])
+    parts = pattern.count(r"\.") + 1
+    ends = [".".join(one.split(".")[-parts:]) for one in alike]
+    return "".join(get_close_matches(pattern.replace("\\", ""), ends, 1))
 
 
 def rules_of(layout: Layout) -> tuple[ShardRule, ...]:
