@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli, call
+from tests.cli.shown.test_plan_text import measured, plan_of
 from tests.pipelines.example import all_examples, made, saved
 from tpuport import hookspecs, plugins, targets
 from tpuport.core.drive.compared import Compared
 from tpuport.core.enums import Blocks
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.source_scan import behind_the_door
 from tpuport.core.seam.target import Target
@@ -140,7 +142,7 @@ def test_a_plan_that_is_refused_is_told(
 def test_each_verdict_is_told_before_the_next_part_begins(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the plan itself, which needs the compiler for TPUs."""
+    """And the size of the plan with its own."""
     from tpuport.cli.commands import check
     from tpuport.cli.runs import checked
 
@@ -156,19 +158,22 @@ def test_each_verdict_is_told_before_the_next_part_begins(
 
     def planned(*_: object, **__: object) -> Plan:
         began()
-        raise MeshError("too few heads")
+        return plan_of(MeshSpec(sp=8), measured(10, 0.5))
 
     monkeypatch.setattr(checked, "compare", compared)
+    monkeypatch.setattr(checked, "losses", lambda _: [])
     monkeypatch.setattr(checked, "plan_run", planned)
     monkeypatch.setattr(check, "prepare_topology", lambda topology: None)
     ran = cli("check", "wan")
     assert before == [1, 2, 3]
-    assert ran.out.splitlines() == [
+    *verdicts, last = ran.out.splitlines()
+    assert verdicts == [
         "WanPipeline, small, in float32 beside upstream's own code:",
         "  one device: equal, largest difference 0.0e+00",
         "  dp=2,sp=2: equal, largest difference 0.0e+00",
-        "no plan: too few heads",
     ]
+    size = "33 frames, 128 high, 256 wide"
+    assert last.startswith(f"planned for v6e-8, mesh dp=1,sp=8,tp=1, {size}: ")
 
 
 def test_what_cannot_be_checked_is_refused(cli: Cli, tmp_path: Path) -> None:
