@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.tools import Cli, call
 from tests.cli.shown.test_plan_text import measured, plan_of
+from tests.cli.tools import Cli, call
 from tests.pipelines.example import all_examples, made, saved
 from tpuport import hookspecs, plugins, targets
 from tpuport.core.drive.compared import Compared
