@@ -147,7 +147,8 @@ def _nearest(pattern: str, weights: Iterable[str]) -> str:
     """
     import regex  # like re, and knows patterns that almost match
 
-    alike = list({re.sub(r"\d+", "0", one): one for one in weights}.values())
+    blocks = {re.sub(r"\.\d+\.", ".", n, count=1): n for n in reversed([*weights])}
+    alike = [*reversed(blocks.values())]  # one name of all blocks
     for letters in range(1, min(len(pattern) // 3, 4) + 1):
         near = regex.compile(rf"(?:.*\.)?\K(?:{pattern}){{e<={letters}}}")
         found = [one[0] for one in map(near.fullmatch, alike) if one]
