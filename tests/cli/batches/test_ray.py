@@ -43,18 +43,19 @@ def steps(run_dir: Path) -> int:
         return 0
 
 
+@pytest.mark.parametrize(
+    "backend", ["diffusers", pytest.param("tpuport", marks=pytest.mark.sweep)]
+)
 def test_forty_requests_outlive_a_replica_and_the_driver(
-    cli: Cli, cache: Path, folder: Path, tmp_path: Path
+    cli: Cli, cache: Path, folder: Path, tmp_path: Path, backend: str
 ) -> None:
     """A cluster starts twice, and 80 videos are made: more than 10 s."""
     sizes = ("32x16", "16x16", "48x32")
-    by_upstream = {"backend": "diffusers"}
     lines: list[dict[str, Any]] = [
-        {"prompt": f"fox {n}", "size": sizes[n % 3], "seed": n, **by_upstream}
-        for n in range(39)
+        {"prompt": f"fox {n}", "size": sizes[n % 3], "seed": n} for n in range(39)
     ]
     lines.insert(0, {"prompt": "long", "size": "32x16", "steps": 300, "id": "long"})
-    lines[0] |= by_upstream
+    lines = [line | {"backend": backend} for line in lines]
     asked = ["batch", write(*lines), "--out", "out", "--weights", folder, *FLAGS]
     asked += ["--ray", "local", "--replicas", "2", "--checkpoint-every", "1"]
     out = Path("out")
