@@ -60,6 +60,7 @@ class Engine:
         requests: Sequence[tuple[Settings, str]],
         folder: Path,
         previews: Sequence[Path] = (),
+        plain: bool = False,
     ) -> RunReport:
         """Make the videos of several requests in one call, or go on with the call.
 
@@ -71,11 +72,12 @@ class Engine:
                 videos of a request appear together, those of the first request first.
             previews: a file of each video for its frames while steps run, which may
                 share some; empty for none.
+            plain: whether frames of one colour will do.
         """
         if here().first:
             _wait_for(folder)
         try:
-            report = self._made(requests, folder, previews)
+            report = self._made(requests, folder, previews, plain)
         except (WriteError, AtWorkError):
             raise
         except ArtifactError:
@@ -83,7 +85,7 @@ class Engine:
             if not folder.exists() or holder(folder) is not None or not here().first:
                 raise
             shutil.rmtree(folder)
-            report = self._made(requests, folder, previews)
+            report = self._made(requests, folder, previews, plain)
         if here().first:
             shutil.rmtree(folder, ignore_errors=True)
         return report
@@ -93,6 +95,7 @@ class Engine:
         requests: Sequence[tuple[Settings, str]],
         run_dir: Path,
         previews: Sequence[Path],
+        plain: bool,
     ) -> RunReport:
         started = time.perf_counter()
         named = [(with_model(settings), digest) for settings, digest in requests]
@@ -100,7 +103,7 @@ class Engine:
         settings = replace(_together(named[0][0], wanted), run_dir=run_dir)
         folder = find(settings, self._reporter)
         run = VideoRun.prepared(settings, folder, self._reporter, wanted=wanted)
-        run.request, run.previews = named[0][1], tuple(previews)
+        run.request, run.previews, run.plain = named[0][1], tuple(previews), plain
         outputs = []
         if here().first:
             outputs = [run.outputs_of(asked, _count(asked)) for asked, _ in named]

@@ -109,6 +109,7 @@ class Wanted:
     Attributes:
         prompt, negative_prompt: ``None`` for upstream's own.
         request: the digest of a request of a batch; empty for none.
+        plain: whether frames of one colour will do.
     """
 
     prompt: str | None
@@ -173,6 +174,7 @@ class VideoRun(PipelineCall):
     until: StageName | None = None
     previews: tuple[Path, ...] = ()
     request: str = ""
+    plain: bool = False
 
     @classmethod
     def prepared(
@@ -427,7 +429,7 @@ class VideoRun(PipelineCall):
             return None, reports
         made = made_of(output, self.pipeline)
         for number, frames in zip(numbers, made.frames, strict=False):
-            check_frames(number, frames)
+            check_frames(number, frames, plain=self.plain)
         return made, reports
 
     def called(
@@ -568,7 +570,7 @@ class VideoRun(PipelineCall):
             "noise": call[0] + (self.again.noise if self.again else 0),
             **({"batch": request} if request else {}),
             "inputs": dict(self.inputs),
-            # No part of `how`: a run may go on with its weights elsewhere.
+            # A tape's `how` has no weights_on: a run may go on with them elsewhere.
             "how": {**self.how, "weights_on": settings.weights_on},
             "versions": versions(),
             "platform": {"system": platform.platform(), "devices": report.devices},

@@ -203,7 +203,8 @@ def _made(engine: Any, events: _Events, make: Make) -> Ended:
             if not all(map(_is_there, pack)):
                 given = [(one.settings, one.digest) for one in pack]
                 shown = [_video(one).with_name(PREVIEW) for one in pack]
-                reports.append(engine.make_pack(given, run_dir(pack), shown))
+                report = engine.make_pack(given, run_dir(pack), shown, make.plain)
+                reports.append(report)
             for one in pack:
                 _write_pictures(_video(one))
     except Exception as error:

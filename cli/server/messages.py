@@ -25,10 +25,12 @@ class Make:
     Attributes:
         job: names them in what is told.
         packs: the requests of each call, each with one video and a run directory.
+        plain: whether frames of one colour will do, since the programs alone count.
     """
 
     job: str
     packs: tuple[Pack, ...]
+    plain: bool = False
 
 
 @dataclass(frozen=True)

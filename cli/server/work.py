@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpuport.cli.asked.settings import Settings
+from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.batches.packs import Pack, run_dir
 from tpuport.cli.batches.requests import Request, request_of
 from tpuport.cli.server.fields import Shape
@@ -18,9 +18,6 @@ from tpuport.cli.server.messages import PREVIEW, Make, Stop, Told
 from tpuport.core.enums import StageName
 
 LOADING, COMPILING, READY, FAILED = "loading", "compiling", "ready", "failed"
-#: For videos that are made for their programs alone. Frames of one colour are refused,
-#: and the demo draws some where a prompt has words that it does not know.
-_PROMPT = "a large blue square moves right on a white background"
 
 
 class EngineLike(Protocol):
@@ -168,7 +165,8 @@ class Slot:
         """Let the engine work."""
         assert self._engine is not None
         self.work = work
-        self._engine.send(Make(job=work.name, packs=work.packs))
+        plain = work.warm is not None
+        self._engine.send(Make(job=work.name, packs=work.packs, plain=plain))
 
     def stop(self) -> None:
         """Stop the work at its next step."""
@@ -253,7 +251,7 @@ class Files:
         self, name: str, shape: Shape, count: int, **more: Any
     ) -> list[Request]:
         """Videos to make programs with; see :meth:`requests`."""
-        values: dict[str, Any] = {"prompt": _PROMPT, **more}
+        values: dict[str, Any] = {"prompt": PROMPT, **more}
         if shape.size:
             values["size"] = shape.size
         if shape.num_frames:

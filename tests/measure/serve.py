@@ -122,7 +122,8 @@ class _Video:
                 asked = pool.submit(_ask_steadily, *args)
                 time.sleep(0.5)
             try:
-                (first, start), _ = self.ended(), time.sleep(seconds)
+                first, start = self.ended()
+                time.sleep(seconds)
                 last, end = self.ended()
             finally:
                 over.set()
@@ -139,22 +140,23 @@ def windows(server: Running, count: int, seconds: float, rate: int) -> None:
     """
     took: dict[bool, list[float]] = {True: [], False: []}
     answers = 0.0
-    for _ in range(count // 2):
+    for _ in range(-(-count // 2)):
         video = _Video(server)
         for busy in (False, True, True, False):
             a_step, answered = video.window(seconds, rate if busy else 0)
             took[busy].append(a_step)
-            answers += answered / count
+            answers += answered
         server.ask(f"/v1/videos/{video.name}", method="DELETE")
         pairs = list(zip(took[True], took[False], strict=True))[-2:]
         told = ", ".join(f"{b:.5f} s to {a:.5f} s" for b, a in pairs)
         print(f"a step with requests to one without: {told}", flush=True)
     ratios = sorted(b / a for b, a in zip(took[True], took[False], strict=True))
+    count = len(ratios)
     low, middle, high = statistics.quantiles(ratios, n=4)
     unsure = statistics.stdev(ratios) / len(ratios) ** 0.5
     print(
-        f"{count} pairs of {seconds:g} s, {answers:.0f} answers a second: median ratio "
-        f"{middle:.4f}, quartiles {low:.4f} and {high:.4f}, mean "
+        f"{count} pairs of {seconds:g} s, {answers / count:.0f} answers a second: "
+        f"median ratio {middle:.4f}, quartiles {low:.4f} and {high:.4f}, mean "
         f"{statistics.mean(ratios):.4f} with a standard error of {unsure:.4f}",
         flush=True,
     )

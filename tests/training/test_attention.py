@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -20,3 +22,16 @@ def test_it_is_torchs(scale: float | None, masked: bool) -> None:
     expected = functional.scaled_dot_product_attention(query, key, value, **given)
     found = plain_attention(query, key, value, **given)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dropout_p": 0.1},
+        {"is_causal": True},
+        {"attn_mask": torch.ones(9, 9, dtype=torch.bool)},
+    ],
+)
+def test_what_it_cannot_do_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no dropout"):
+        plain_attention(*torch.randn(3, 2, 4, 9, 16), **given)

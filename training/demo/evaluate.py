@@ -31,8 +31,8 @@ _AT_ONCE = 25
 def asked(count: int, seed: int = 7) -> tuple[list[Scene], list[str]]:
     """Held-out scenes and their captions.
 
-    Some colours and motions have few combinations that are held out. None is asked for
-    more often than in 15 % of the captions and once more.
+    Some colours and motions have few combinations that are held out. At most one more
+    than 15 % of the captions ask for each.
     """
     drawn, words, most = scenes(seed, held_out=True), random.Random(seed), 0.15 * count
     found: list[Scene] = []

@@ -183,10 +183,11 @@ def plain_attention(
     """Torch's attention by two products; backwards, torch's own takes twice the time.
 
     Raises:
-        ValueError: dropout or a causal mask is asked for.
+        ValueError: dropout, or a mask that is causal or of booleans, is asked for.
     """
-    if dropout_p or is_causal:
-        raise ValueError("no dropout and no causal mask")
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    if dropout_p or is_causal or boolean:
+        raise ValueError("no dropout, no causal mask and no mask of booleans")
     given = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query * given @ key.transpose(-1, -2)
     if attn_mask is not None:

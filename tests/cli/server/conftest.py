@@ -94,6 +94,7 @@ class Server:
     def warm(self, number: int = 0) -> None:
         """Let an engine have made the first shape."""
         until(lambda: [m for m in self.engine(number).sent if isinstance(m, Make)])
+        assert self.engine(number).make.plain  # frames of one colour will do
         self.engine(number).end(denoise=(1.0,))
         until(lambda: self.made.slots[number].warm)
 
@@ -141,7 +142,9 @@ class Server:
             return work is not None and work.jobs == names
 
         until(there, 10)
-        return self.engine(number).make
+        made = self.engine(number).make
+        assert not made.plain
+        return made
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,18 @@ def test_what_is_no_video_is_refused(damage: Callable[[np.ndarray], None]) -> No
     damage(frames)
     with pytest.raises(VideoError, match=WORDS[damage]):
         check(frames)
+
+
+@pytest.mark.parametrize("damage", WORDS)
+def test_plain_frames_will_do_where_asked(
+    damage: Callable[[np.ndarray], None],
+) -> None:
+    frames = good()
+    damage(frames)
+    refused = pytest.raises(VideoError) if damage is not_finite else nullcontext()
+    with refused:
+        for index, video in enumerate(frames):
+            check_frames(index, video, plain=True)
 
 
 def test_no_frames_are_no_video() -> None:

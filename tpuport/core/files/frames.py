@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def check_frames(index: int, frames: np.ndarray) -> None:
+def check_frames(index: int, frames: np.ndarray, *, plain: bool = False) -> None:
     """Refuse frames that cannot be a video.
 
     Args:
         index: of the video, for messages.
         frames: float [T, Y, X, 3] in [0, 1].
+        plain: whether frames of one colour will do.
 
     Raises:
-        VideoError: there are none; or they have NaN or infinite values, are black
-            throughout, or have one colour throughout (all pixels of all frames within
-            1/255).
+        VideoError: there are none; or they have NaN or infinite values; or, unless
+            ``plain``, they are black throughout, or have one colour throughout (all
+            pixels of all frames within 1/255).
     """
     import numpy as np
 
@@ -36,6 +37,8 @@ def check_frames(index: int, frames: np.ndarray) -> None:
             f", from frame {np.argmax(broken > 0)} on; check the weights of the "
             "autoencoder"
         )
+    if plain:
+        return
     low, high = frames.min((0, 1, 2)), frames.max((0, 1, 2))
     if high.max() * 255 < 0.5:
         raise VideoError(
