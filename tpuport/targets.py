@@ -141,7 +141,7 @@ def executables_for(
     about: dict[str, Any] = {"attention": str(settings.attention)}
     if settings.dtype is not None:
         about["dtype"] = str(settings.dtype)
-    found.check(placed.mesh, pipeline=pipeline, **about)
+    found.check(placed.mesh, settings.weights_on, pipeline=pipeline, **about)
     return found
 
 

@@ -304,7 +304,7 @@ def _serve(
         made.start()
         give_out(document, as_json=below.json)
         sys.stdout.flush()
-        say(f"serving on {url}")
+        say(f"serving on {url}; loads now, and says when it is ready")
         uvicorn.Server(config).run(sockets=[listening])
     except BaseException as error:
         if signals.ended_by(error):

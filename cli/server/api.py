@@ -32,7 +32,7 @@ from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.uploads import MOST_PIXELS, image_of, kept_image
 from tpuport.cli.server.work import READY, video_name
 from tpuport.core.files.sealed_json import sidecar_path
-from tpuport.errors import TpuportError, in_one_line, quoted
+from tpuport.errors import TpuportError, did_you_mean, in_one_line, quoted
 
 #: Bytes of the disk that stay free.
 FREE = 1 << 30
@@ -223,10 +223,10 @@ class Service:
         try:
             requests = made.files.requests(name, values, wanted.seeds)
         except TpuportError as error:
-            raise Refused(400, self._told(name, in_one_line(error))) from error
+            raise self._refused(name, in_one_line(error)) from error
         found = made.checks.check(requests[0].settings)
         if found.error:
-            raise Refused(400, self._told(name, found.error))
+            raise self._refused(name, found.error)
         return {
             "model": self.model,
             "fields": wanted.fields,
@@ -239,9 +239,16 @@ class Service:
             "size": wanted.shape.size,
         }
 
-    def _told(self, name: str, text: str) -> str:
-        """An error without the places of files of this machine."""
-        return text.replace(f"{self.dispatcher.files.place(name)}/", "")
+    def _refused(self, name: str, text: str) -> Refused:
+        """An error of a run in a request's words, without places of this machine."""
+        text = text.replace(f"{self.dispatcher.files.place(name)}/", "")
+        about, colon, why = text.partition(": ")
+        if about.startswith("--option ") and colon:
+            option = about.removeprefix("--option ")
+            return Refused(400, f"extra: {option}: {why}", "extra")
+        if about.startswith("scheduler=") and "flow_shift=" in about:
+            return Refused(400, f"flow_shift: {why}", "flow_shift")
+        return Refused(400, text)
 
     def content(self, job: Job, variant: str, index: int) -> tuple[Path, str]:
         """A file of a job, and what it is.
@@ -439,9 +446,11 @@ def _model(service: Service) -> dict[str, Any]:
 def _page(service: Service, request: Request) -> dict[str, Any]:
     """The jobs that a client asks for."""
     owner, asked = request.scope["owner"], request.query_params
+    known = ("after", "limit", "order")
     for name in asked:
-        if name not in ("after", "limit", "order"):
-            raise Refused(400, f"unknown field {quoted(name)}", name[:100])
+        if name not in known:
+            hint = did_you_mean(name, known, f"there are {', '.join(known)}")
+            raise Refused(400, f"unknown field {quoted(name)}; {hint}", name[:100])
     limit = _number(request, "limit", 20, 100)
     if not limit:
         raise Refused(400, "limit: give 1 to 100", "limit")

@@ -176,10 +176,10 @@ class Dispatcher:
         asked = self.shapes or [Shape(None, None, None)]
         for number, shape in enumerate(asked):
             (request,) = self.files.warm_requests(_WARM, shape, 1)
-            found = self.checks.check(request.settings)
+            found = self.checks.check(request.settings, patience=None)
             image = self.files.picture(_WARM, shape, found.facts)
             (request,) = self.files.warm_requests(_WARM, shape, 1, image=str(image))
-            taken = self.checks.check(request.settings)
+            taken = self.checks.check(request.settings, patience=None)
             if found.error and taken.error:
                 if number == 0:
                     self._fail(found.error)

@@ -35,6 +35,17 @@ FIELDS: Mapping[str, kinds.Kind] = {
     "extra": kinds.options,
 }
 IMAGE = "input_reference"
+#: What people may write for a field.
+_MEANT = {
+    "steps": "num_inference_steps",
+    "frames": "num_frames",
+    "cfg": "guidance_scale",
+    "guidance": "guidance_scale",
+    "image": IMAGE,
+    "width": "size",
+    "height": "size",
+    "option": "extra",
+}
 #: In a form, a field of the object that an image may be.
 IMAGE_URL = f"{IMAGE}[image_url]"
 _TEXTS = ("prompt", "model", "size", "negative_prompt", "lora")
@@ -227,8 +238,12 @@ def understood(
         options["scheduler"] = f"{scheduler}{join}{shift}"
     if options:
         values["option"] = options
+    # As resolved: another server, or this one later, may have other shapes.
     fields = {**typed, "seed": seed}
-    if "size" in fields:
+    if "seconds" in fields:
+        del fields["seconds"]
+        fields["num_frames"] = shape.num_frames
+    if shape.size:
         fields["size"] = shape.size
     if "lora" in fields:
         fields["lora"] = list(fields["lora"])
@@ -239,7 +254,9 @@ def understood(
 def _typed(name: str, value: Any) -> Any:
     kind = FIELDS.get(name)
     if kind is None:
-        hint = did_you_mean(name, [*FIELDS, IMAGE], f"there are {', '.join(FIELDS)}")
+        known = [*FIELDS, IMAGE]
+        meant, listed = _MEANT.get(name, name), ", ".join(known)
+        hint = did_you_mean(meant, known, f"there are {listed}")
         raise Refused(400, f"unknown field {quoted(name)}; {hint}", name[:100])
     if value is None:
         return None

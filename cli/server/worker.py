@@ -17,7 +17,7 @@ from tpuport.cli.server.child import CHECKS, run
 from tpuport.cli.server.messages import Check, Checked, Gone, Refused
 
 #: Seconds of a check, at most; the first one waits for imports.
-_CHECK = 300.0
+CHECK = 300.0
 #: Seconds in which a process ends by itself.
 _END = 10.0
 
@@ -115,8 +115,12 @@ class Checks:
             self._gone = self._gone or isinstance(message, Gone)
             self._changed.notify_all()
 
-    def check(self, settings: Settings) -> Checked:
+    def check(self, settings: Settings, patience: float | None = CHECK) -> Checked:
         """Whether a video can be made.
+
+        Args:
+            patience: seconds to wait; ``None`` for as long as the process lives, such
+                as for the first check, before which it imports its libraries.
 
         Raises:
             Refused: the process was lost, or is too slow.
@@ -129,7 +133,7 @@ class Checks:
             number, worker = next(self._numbers), self._worker
             worker.send(Check(number, settings))
             there = self._changed.wait_for(
-                lambda: number in self._answers or self._gone, timeout=_CHECK
+                lambda: number in self._answers or self._gone, timeout=patience
             )
             found = self._answers.pop(number, None)
         if not there:

@@ -55,7 +55,8 @@ class Engine:
 class Checks:
     """Knows one shape; no pipeline starts from an image."""
 
-    def check(self, settings: Settings) -> Checked:
+    def check(self, settings: Settings, patience: float | None) -> Checked:
+        assert patience is None  # a server that starts waits for its libraries
         number = Check(0, settings).number
         if settings.image:
             return Checked(number=number, error="no image")

@@ -91,6 +91,8 @@ def test_a_request_becomes_values_of_settings() -> None:
         },
     }
     assert found.fields["seed"] == 5
+    assert {"size": "96x64", "num_frames": 17}.items() <= found.fields.items()
+    assert "seconds" not in found.fields  # other shapes may be nearer later
     again = dict(found.fields)
     assert asked(**again).values == found.values
 

@@ -20,6 +20,7 @@ from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made
 from tpuport import targets
 from tpuport.core import compat
+from tpuport.core.enums import WeightsOn
 from tpuport.core.drive.rehearsal import Rehearsal, rehearse
 from tpuport.core.files.fingerprint import version
 from tpuport.core.files.sealed_json import write_document
@@ -181,9 +182,10 @@ def test_all_differences_are_told_at_once_in_a_line_each(folder: Path) -> None:
     mesh = targets.place_for_port(MeshSpec.parse("sp=4")).mesh
     flags = dict.fromkeys(compat.compiler_flags())  # test processes have them twice
     with pytest.raises(ArtifactError) as caught:
-        other.check(mesh, pipeline=NAME, attention="blockwise")
+        other.check(mesh, WeightsOn.HOST, pipeline=NAME, attention="blockwise")
     assert caught.value.__notes__ == [
         "  attention auto -> blockwise",
+        "  weights on the chip -> in the host's memory (--weights-on)",
         "  chip TPU v5 lite -> cpu",
         "  mesh dp=1,sp=2,tp=1 -> dp=1,sp=4,tp=1",
         f"  jax 0.9.1 -> {jax.__version__}",

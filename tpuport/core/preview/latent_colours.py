@@ -25,6 +25,7 @@ from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.typed import checked
 from tpuport.core.preview.decode_input import DecodeInput, NoPreviewError
+from tpuport.core.programs.program_key import config_of
 from tpuport.core.seam.ported import upstreams_twin
 from tpuport.core.seam.values import tensors_in
 from tpuport.errors import ArtifactError
@@ -95,7 +96,7 @@ class LatentColours:
 def _digest(decode: DecodeInput) -> str:
     """A name for an autoencoder: its class, its config and some of each weight."""
     module = decode.module
-    about: list[Any] = [type(module).__name__, dict(getattr(module, "config", {}))]
+    about: list[Any] = [type(module).__name__, config_of(module)]
     for name, tensor in module.state_dict().items():
         flat = tensor.detach().reshape(-1)
         taken = flat[:: max(1, len(flat) // _TAKEN)].contiguous()

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from typing_extensions import TypedDict
 
-from tpuport.core.enums import StageName
+from tpuport.core.enums import StageName, WeightsOn
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.sealed_json import read_document, write_document
@@ -108,10 +108,17 @@ class BuiltFolder:
             folder=folder, manifest=manifest, entries=tuple(entries), reporter=reporter
         )
 
-    def check(self, mesh: jax.sharding.Mesh, **about: Any) -> None:
+    def check(
+        self,
+        mesh: jax.sharding.Mesh,
+        weights_on: WeightsOn = WeightsOn.AUTO,
+        **about: Any,
+    ) -> None:
         """Refuse a folder for another pipeline, other devices, versions or flags.
 
         Args:
+            weights_on: where the weights of stacked blocks must wait; ``auto`` takes
+                what the folder has.
             about: entries of the manifest as they must be.
 
         Raises:
@@ -119,6 +126,11 @@ class BuiltFolder:
         """
         made = {name: dict(self.manifest).get(name) for name in about}
         found = differences(made, about)
+        places = {True: "in the host's memory", False: "on the chip"}
+        host = weights_on == WeightsOn.HOST
+        if weights_on != WeightsOn.AUTO and host != bool(self.streamed):
+            was, wanted = places[not host], places[host]
+            found.append(f"weights {was} -> {wanted} (--weights-on)")
         here = [device_fields(mesh, *stages) for stages in _STAGES]
         for entry in self.entries:
             key = entry.key
