@@ -20,8 +20,8 @@ from tests.core.heard import Heard
 from tests.pipelines.example import all_examples, made
 from tpuport import targets
 from tpuport.core import compat
-from tpuport.core.enums import WeightsOn
 from tpuport.core.drive.rehearsal import Rehearsal, rehearse
+from tpuport.core.enums import WeightsOn
 from tpuport.core.files.fingerprint import version
 from tpuport.core.files.sealed_json import write_document
 from tpuport.core.mesh.mesh_spec import MeshSpec
