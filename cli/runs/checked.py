@@ -223,7 +223,9 @@ def compare(
     folder: PipelineFolder, settings: Settings, reporter: Reporter
 ) -> Iterator[Compared]:
     """A small pipeline beside upstream's code: on one device, then on each mesh."""
-    with upstreams_errors(folder.class_name):  # not those of who takes the results
+    with upstreams_errors(
+        folder.class_name
+    ):  # Errors of the caller's loop are not upstream's.
         yield from _compared(folder, settings, reporter)
 
 
