@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -63,7 +64,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
             ShardingError,
             r"plugin mine: module transformer: layout pattern "
             r"'(to_[qk]|net\\.0\\.porj)\\.wieght' matches no weight; did you mean "
-            "to_q.weight or to_k.weight? Else remove it",
+            "net.0.proj.weight? Else remove it",
         ),
     ],
     ids=["claim", "module", "split", "pattern"],
@@ -120,8 +121,42 @@ def test_a_pattern_without_weights_is_told_the_nearest_ends_of_names(
     with pytest.raises(ShardingError) as caught:
         Module(layout={pattern: ("tp",)}).plan("x", "default", weights, {"tp": 1})
     assert f"did you mean {near}? Else remove it" in str(caught.value)
+
+
+def test_a_pattern_that_is_like_no_name_is_told_without_one(pipeline: Any) -> None:
+    weights = dict(pipeline.transformer.named_parameters())
     with pytest.raises(ShardingError, match="matches no weight; remove it"):
         Module(layout={"zz": ("tp",)}).plan("x", "default", weights, {"tp": 1})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        (r"time_embed\.2\.wieght", "time_embed.2.weight"),
+        (r"blocks\.39\.attn2\.to_q\.wieght", "blocks.39.attn2.to_q.weight"),
+        (r"blocks\.\d+\.attn2\.to_q\.wieght", "blocks.0.attn2.to_q.weight"),
+        (r"(?:\w+\.)*(?:\w+\.)*porj\.wieght", "proj.weight"),
+        (r"(?:[a-z0-9_]+\.)+qkv\.weight", "to_q.weight or to_k.weight or to_v.weight"),
+        (r"(to_query|to_key|to_val|to_out\.2|net\.0\.porj)\.wieght", "to_out.0.weight"),
+        (r"((a*)*)*\.wieght", ""),
+        ("(a|b)" * 40 + r"\.wieght", ""),
+    ],
+)
+def test_no_pattern_takes_long_or_mixes_up_numbers(pattern: str, near: str) -> None:
+    """The names are those of a transformer of 40 blocks."""
+    ends = [f"attn{n}.{part}" for n in (1, 2) for part in ("to_q", "to_k", "to_v")]
+    ends += ["attn1.to_out.0", "attn2.to_out.0", "ff.net.0.proj", "ff.net.2"]
+    names = [f"blocks.{n}.{end}" for n in range(40) for end in ends]
+    names = ["time_embed.0", "time_embed.2", *names]
+    weights = [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
+    begun = time.monotonic()
+    with pytest.raises(ShardingError) as caught:
+        Module(layout={pattern: ("tp",)}).plan(
+            "x", "default", dict.fromkeys(weights), {"tp": 1}
+        )
+    took = time.monotonic() - begun
+    assert took < 3
+    assert (f"did you mean {near}? Else" if near else "") in str(caught.value)
 
 
 @pytest.mark.parametrize(
