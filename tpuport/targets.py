@@ -225,12 +225,15 @@ def _check_patches(
     wrong = [status for status in found if status.state in ("gone", "broken")]
     if not wrong:
         return
-    error = PluginError(
-        f"plugin {plugin.name}: {plural(len(wrong), 'patch')} cannot be applied: "
-        + ", ".join(status.name for status in wrong)
-    )
+    told = []
     for status in wrong:
         owner = owners.get(status.name)
         form = f"module {owner}'s native form: " if owner else ""
-        error.add_note(f"  {form}{status.detail}")
+        told.append(f"{form}{status.detail}")
+    error = PluginError(
+        f"plugin {plugin.name}: {plural(len(wrong), 'patch')} cannot be applied: "
+        f"{told[0]}"
+    )
+    for detail in told[1:]:
+        error.add_note(f"  {detail}")
     raise error

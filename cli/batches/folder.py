@@ -80,22 +80,22 @@ class BatchFolder:
                     self._put_late()
                 remove_empty([self._local / RUNS])
                 if new:
-                    self._leave_nothing()
+                    self._remove_if_empty()
                 raise
             self._put_late()
             remove_empty([self._local / RUNS])
 
-    def _leave_nothing(self) -> None:
-        """Remove the file that makes the folder a batch's, if that is all there is."""
-        with contextlib.suppress(StoreError, OSError):
-            if isinstance(self.results, Path):
-                there = {p.name for p in self.results.parent.iterdir()} - {LOCK_FILE}
-                if there == {RESULTS} and not self.results.read_bytes():
-                    self.results.unlink()
-                return
-            begun = (self._local / RUNS).exists() or self.results.read_bytes()
-            if not begun and set(self.results.parent.files()) == {RESULTS}:
-                self.results.remove()
+    def _remove_if_empty(self) -> None:
+        """Remove the file that makes a folder a batch's, if that is all there is.
+
+        The object of a store stays: another machine may have just begun with it.
+        """
+        if not isinstance(self.results, Path):
+            return
+        with contextlib.suppress(OSError):
+            there = {p.name for p in self.results.parent.iterdir()} - {LOCK_FILE}
+            if there == {RESULTS} and not self.results.read_bytes():
+                self.results.unlink()
 
     def _check_own(self) -> None:
         ours, what = self.results.exists(), "is of no batch"

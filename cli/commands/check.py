@@ -86,7 +86,11 @@ def check_(
 
 
 def _text(found: Checked) -> Iterator[str]:
-    """All that is known so far; what comes to be known later is told behind it."""
+    """All that is known so far.
+
+    As more comes to be known, the lines must only ever append: those that were told
+    are not told again.
+    """
     for place in found.imports:
         yield f"{place.file}:{place.line}: {place.kind}: {place.code}"
         yield f"    {place.remedy}"
@@ -113,11 +117,10 @@ def _text(found: Checked) -> Iterator[str]:
 
 
 def _size(settings: Mapping[str, Any]) -> str:
-    """Frames, height and width of a plan; upstream has three names for frames."""
-    told = [(n, "frames") for n in ("num_frames", "video_length", "frames")]
-    told += [("height", "high"), ("width", "wide")]
-    known = [f"{settings[name]} {word}" for name, word in told if settings.get(name)]
-    return ", ".join(known) or "no size"
+    """Frames, height and width of a plan; upstream says not all before it runs."""
+    names = {"num_frames": "frames", "height": "height", "width": "width"}
+    told = {word: settings.get(name, "not known") for name, word in names.items()}
+    return ", ".join(f"{word} {size}" for word, size in told.items())
 
 
 def _verdict(one: Compared) -> str:

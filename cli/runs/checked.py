@@ -223,7 +223,8 @@ def compare(
     folder: PipelineFolder, settings: Settings, reporter: Reporter
 ) -> Iterator[Compared]:
     """A small pipeline beside upstream's code: on one device, then on each mesh."""
-    with upstreams_errors(folder.class_name):  # not those of who takes the results
+    # Errors of the caller's loop are not upstream's.
+    with upstreams_errors(folder.class_name):
         yield from _compared(folder, settings, reporter)
 
 

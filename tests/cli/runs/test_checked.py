@@ -172,7 +172,7 @@ def test_each_verdict_is_told_before_the_next_part_begins(
         "  one device: equal, largest difference 0.0e+00",
         "  dp=2,sp=2: equal, largest difference 0.0e+00",
     ]
-    size = "33 frames, 128 high, 256 wide"
+    size = "frames 33, height 128, width 256"
     assert last.startswith(f"planned for v6e-8, mesh dp=1,sp=8,tp=1, {size}: ")
 
 

@@ -20,11 +20,11 @@ class Pipeline:
 def test_the_size_of_a_call_has_upstreams_defaults() -> None:
     pipeline = Pipeline()
     with _size_of(pipeline, {"width": 64}) as found:
-        assert found == {"frames": 19, "width": 64}
+        assert found == {"num_frames": 19, "width": 64}
         pipeline(width=64)
-    assert found == {"frames": 19, "height": 480, "width": 64}
+    assert found == {"num_frames": 19, "height": 480, "width": 64}
     assert pipeline.checked == (480, 64)
     assert "check_inputs" not in vars(pipeline)
     with _size_of(pipeline, {"frames": 5, "height": 96}) as found:
         pipeline(5, 96)
-    assert found == {"frames": 5, "height": 96}
+    assert found == {"num_frames": 5, "height": 96}

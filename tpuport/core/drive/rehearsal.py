@@ -27,7 +27,7 @@ from tpuport.core.drive.tape import StageEnd
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.device_memory import array_bytes
-from tpuport.core.pipelines.call_arguments import PARAMETERS
+from tpuport.core.pipelines.call_arguments import size_of
 from tpuport.core.pipelines.folder import PipelineFolder, is_a
 from tpuport.core.programs.jax_cache import lowered
 from tpuport.core.programs.program_key import WHOLE, ProgramKey, module_key
@@ -42,9 +42,6 @@ from tpuport.core.seam.target import Target
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.configs import building
 from tpuport.core.weights.sharding import ShardingPlan
-
-#: What a request says of a video's size.
-_SIZE = ("num_frames", "height", "width")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -393,24 +390,19 @@ def rehearse(
 def _size_of(pipeline: Any, arguments: Mapping[str, Any]) -> Iterator[dict[str, int]]:
     """Frames, height and width of a call: what is given, else upstream's defaults.
 
-    A default that a pipeline computes is known once its ``check_inputs`` is called.
+    A default that a pipeline computes is known once its ``check_inputs`` is given it;
+    it is left out where ``check_inputs`` takes none, as of the frames of CogVideoX.
     """
-    names = [name for one in _SIZE for name in PARAMETERS[one]]
-    found: dict[str, int] = {}
-
-    def note(given: Mapping[str, Any]) -> None:
-        found.update({n: given[n] for n in names if isinstance(given.get(n), int)})
-
     takes = inspect.signature(pipeline.__call__).parameters
-    note({name: one.default for name, one in takes.items()})
-    note(arguments)
+    found = size_of({name: one.default for name, one in takes.items()})
+    found |= size_of(arguments)
     check = getattr(pipeline, "check_inputs", None)
     if check is None:
         yield found
         return
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        note(inspect.signature(check).bind(*args, **kwargs).arguments)
+        found.update(size_of(inspect.signature(check).bind(*args, **kwargs).arguments))
         return check(*args, **kwargs)
 
     pipeline.check_inputs = noted

@@ -35,6 +35,8 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "video": ("video",),
     "strength": ("strength",),
 }
+#: The fields that are the size of a video.
+_SIZE = ("num_frames", "height", "width")
 #: An option with one of these words in its name takes a file.
 _FILES = ("image", "video")
 #: Frames a second of a file whose pipeline has no such parameter: what
@@ -107,6 +109,20 @@ def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
             flag = f"{flags[0]} {kind}" if flags else f"--option {needed}={kind}"
             raise UsageError(f"{name} needs {needed}; add {flag}")
     return found
+
+
+def size_of(given: Mapping[str, Any]) -> dict[str, int]:
+    """``num_frames``, ``height`` and ``width`` of a call's keywords; those it has.
+
+    Args:
+        given: by the names of upstream's parameters.
+    """
+    return {
+        field: given[name]
+        for field in _SIZE
+        for name in PARAMETERS[field]
+        if isinstance(given.get(name), int)
+    }
 
 
 def media_of(asked: Asked) -> Media:

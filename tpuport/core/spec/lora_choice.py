@@ -11,7 +11,9 @@ from typing import Any
 from tpuport.core.files import sources
 from tpuport.errors import UsageError, quoted
 
-_SCALE = re.compile(r"(.+):([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
+_SCALE = re.compile(
+    r"(.+):([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf|nan))", re.IGNORECASE
+)
 _COMPONENT = re.compile(r"(.+):([a-z]\w*)")
 
 
@@ -25,11 +27,21 @@ class LoraChoice:
         scale: of what the LoRA adds to the weights.
         component: whose weights, such as ``transformer_2``; empty for those that the
             keys of the file name.
+
+    Raises:
+        UsageError: the scale is no finite number.
     """
 
     name: str
     scale: float = 1.0
     component: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise UsageError(
+                f"{quoted(self.name)}: the scale {self.scale} is not a finite number; "
+                "give a number such as 0.8"
+            )
 
     @classmethod
     def parse(cls, value: Any) -> LoraChoice:
@@ -45,8 +57,6 @@ class LoraChoice:
         if not Path(text).expanduser().exists():
             if found := _SCALE.fullmatch(text):
                 text, scale = found[1], float(found[2])
-            if math.isinf(scale):
-                raise UsageError(f"{quoted(value)}: the scale is not a finite number")
             if found := _COMPONENT.fullmatch(text):
                 text, component = found[1], found[2]
         there = Path(text).expanduser().exists()

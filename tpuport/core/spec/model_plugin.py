@@ -7,11 +7,13 @@ imports neither torch nor jax.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -141,22 +143,45 @@ class Module:
 
 
 def _nearest(pattern: str, weights: Iterable[str]) -> str:
-    """The ends of weights' names that a pattern misses by the fewest letters, or none.
+    """Up to three ends of weights' names that are most like a pattern, or none.
 
-    Up to three, of up to four letters; else the most alike one of as many parts.
+    Names that differ in numbers alone, such as those of two blocks, count as one: the
+    name whose numbers are most like the pattern's.
     """
-    import regex  # like re, and knows patterns that almost match
+    most, best = 0.6, dict[str, str]()
+    for text in itertools.islice(_spelled(pattern), _TEXTS):
+        parts = text.count(".") + 1
+        ends: dict[str, dict[str, None]] = {}
+        for name in weights:
+            split = name.split(".")
+            for count in (parts, parts + 1):
+                end = ".".join(split[-count:])
+                if not end[:1].isdigit():
+                    ends.setdefault(_DIGITS.sub("", end), {})[end] = None
+        for alike, numbered in ends.items():
+            ratio = _alike(_DIGITS.sub("", text), alike)
+            if ratio > most:
+                most, best = ratio, {}
+            if ratio == most:
+                nearest = max(numbered, key=partial(_alike, text))
+                best.setdefault(alike, nearest)
+    return " or ".join([*best.values()][:3])
 
-    blocks = {re.sub(r"\.\d+\.", ".", n, count=1): n for n in reversed([*weights])}
-    alike = [*reversed(blocks.values())]  # one name of all blocks
-    for letters in range(1, min(len(pattern) // 3, 4) + 1):
-        near = regex.compile(rf"(?:.*\.)?\K(?:{pattern}){{e<={letters}}}")
-        found = [one[0] for one in map(near.fullmatch, alike) if one]
-        if found:
-            return " or ".join(list(dict.fromkeys(found))[:3])
-    parts = pattern.count(r"\.") + 1
-    ends = [".".join(one.split(".")[-parts:]) for one in alike]
-    return "".join(get_close_matches(pattern.replace("\\", ""), ends, 1))
+
+def _alike(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
+
+
+def _spelled(pattern: str) -> Iterator[str]:
+    """The texts of a pattern's alternatives, without what repeats."""
+    group = re.search(r"\((?:\?:)?([^()]*)\)", pattern)
+    if group:
+        before, after = pattern[: group.start()], pattern[group.end() :]
+        for part in group[1].split("|"):
+            yield from _spelled(before + part + after)
+    else:
+        for text in pattern.split("|"):
+            yield re.sub(r"(?:\\.|\[[^]]*\]|\.)[*+]|[^\w.]", "", text)
 
 
 def rules_of(layout: Layout) -> tuple[ShardRule, ...]:
@@ -172,6 +197,11 @@ def rules_of(layout: Layout) -> tuple[ShardRule, ...]:
     taken = "|".join(rule.pattern for rule in named)
     others = rf"(?!(?:{taken})$).*" if named else ".*"
     return (*named, ShardRule(pattern=others, spec=(), optional=True))
+
+
+#: Texts of a pattern's alternatives that are compared with names.
+_TEXTS = 16
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
