@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import secrets
-import socket
 import time
 import urllib.error
 import urllib.parse
@@ -19,9 +18,12 @@ from typing import Any
 PATIENCE = 600.0
 #: Seconds for an answer, and between two tries.
 _TIMEOUT, _FIRST, _LONGEST = 330.0, 0.5, 15.0
-#: Answers of a server that is not up, and of what stands before one that may have done
-#: what it was asked.
-_AWAY, _LOST = (502, 503, 504), (502, 504)
+#: Answers of a server that is not up.
+_AWAY = (502, 503, 504)
+#: Answers of what stands before a server that may have done what it was asked.
+_LOST = (502, 504)
+#: What ends a connection that was there.
+_CUT = (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)
 
 
 class ServerError(RuntimeError):
@@ -129,15 +131,14 @@ class Server:
         except urllib.error.HTTPError as error:
             away, lost = error.code in _AWAY, error.code in _LOST
             raise ServerError(_told(error), away=away, lost=lost) from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (ValueError, http.client.InvalidURL) as error:
+            raise ServerError(f"{self.url} is no address: {error}") from None
+        except (OSError, http.client.HTTPException) as error:
+            # A timeout of the connection is the reason of a URLError.
             reason = getattr(error, "reason", error)
-            unconnected = isinstance(reason, ConnectionRefusedError | socket.gaierror)
-            away = not isinstance(error, ValueError)
-            raise ServerError(
-                f"{self.url} cannot be reached: {reason}",
-                away=away,
-                lost=away and not unconnected,
-            ) from None
+            lost = isinstance(reason, _CUT) or isinstance(error, TimeoutError)
+            said = f"{self.url} cannot be reached: {reason}"
+            raise ServerError(said, away=True, lost=lost) from None
 
 
 def _told(error: urllib.error.HTTPError) -> str:
