@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.client
 import json
+import logging
 import os
 import secrets
 import time
@@ -14,10 +15,13 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_LOG = logging.getLogger(__name__)
 #: Seconds that a server may be away, as while it is started again.
 PATIENCE = 600.0
-#: Seconds for an answer, and between two tries.
-_TIMEOUT, _FIRST, _LONGEST = 330.0, 0.5, 15.0
+#: Seconds for an answer, and for one that an interrupt waits for.
+_TIMEOUT, _SHORT = 330.0, 10.0
+#: Seconds between two tries, at first and at most.
+_FIRST, _LONGEST = 0.5, 15.0
 #: Answers of a server that is not up.
 _AWAY = (502, 503, 504)
 #: Answers of what stands before a server that may have done what it was asked.
@@ -56,6 +60,8 @@ class Server:
     def create(self, fields: dict[str, Any], image: bytes | None) -> dict[str, Any]:
         """A new job; asked for again where the answer is lost, by the same key.
 
+        An interrupt meanwhile deletes the job, or logs where the job may be.
+
         Args:
             image: a PNG to start from.
 
@@ -73,9 +79,25 @@ class Server:
         except ServerError as error:
             if not error.lost:
                 raise
-            answer = self._patiently(asked)
+            try:
+                answer = self._patiently(asked)
+            except BaseException as error:
+                if not isinstance(error, ServerError) or error.away:
+                    self._take_back(functools.partial(asked, timeout=_SHORT))
+                raise
         found: dict[str, Any] = json.loads(answer)
         return found
+
+    def _take_back(self, asked: Callable[[], bytes]) -> None:
+        """Delete the job that ``asked`` answers."""
+        try:
+            self.delete(json.loads(asked())["id"])
+        except ServerError as error:
+            _LOG.warning(
+                "%s; the server may have the job: GET %s/v1/videos lists the jobs, and "
+                "DELETE ends one",
+                *(error, self.url),
+            )
 
     def job(self, name: str) -> dict[str, Any]:
         """A job as it is now; waits for a server that is away."""
@@ -94,8 +116,8 @@ class Server:
             return None
 
     def delete(self, name: str) -> None:
-        """End a job, and remove what it has made."""
-        self._ask(f"videos/{name}", method="DELETE")
+        """End a job, and remove what it has made; asked once, for some seconds."""
+        self._ask(f"videos/{name}", method="DELETE", timeout=_SHORT)
 
     def _content_of(self, path: str) -> bytes:
         return self._patiently(functools.partial(self._ask, path))
@@ -118,6 +140,7 @@ class Server:
         body: bytes | None = None,
         headers: Mapping[str, str] = {},
         method: str | None = None,
+        timeout: float = _TIMEOUT,
     ) -> bytes:
         headers = dict(headers)
         if key := os.environ.get("TPUPORT_API_KEY", "").strip():
@@ -125,7 +148,7 @@ class Server:
         url = f"{self.url}/v1/{path}"
         request = urllib.request.Request(url, body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 found: bytes = answer.read()
                 return found
         except urllib.error.HTTPError as error:

@@ -307,6 +307,26 @@ def test_a_node_whose_answer_is_lost_makes_one_job(
     assert len(fake.jobs) == 2
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_an_interrupt_without_an_answer_deletes_the_job_or_tells_where_it_is(
+    nodes: dict[str, Any],
+    comfy: Comfy,
+    fake: Fake,
+    back: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Cancel comes while a lost answer is asked for."""
+    fake.held.set()
+    fake.lost = 2 if back else 3
+    comfy.interrupted = True
+    with pytest.raises(InterruptProcessingException):
+        executed(nodes["TpuportTextToVideo"], prompt="a", server=fake.url)
+    asked = [method for method, _, _ in fake.asked]
+    assert asked == ["POST"] * 3 + ["DELETE"] * back
+    told = f"the server may have the job: GET {fake.url}/v1/videos lists"
+    assert (len(fake.jobs), told in caplog.text) == ((0, False) if back else (1, True))
+
+
 def test_a_refusal_is_the_servers_own_words(
     nodes: dict[str, Any], served: Running
 ) -> None:
@@ -330,16 +350,21 @@ def test_a_refusal_is_the_servers_own_words(
 def test_a_wrong_address_is_an_error_at_once(
     nodes: dict[str, Any], comfy: Comfy, fake: Fake, address: str, said: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    other = socket.create_server(("127.0.0.1", 0))
+    url = address.format(port=fake.port, other=other.getsockname()[1])
 
-        def greet() -> None:
-            with contextlib.suppress(OSError), other.accept()[0] as talk:
-                talk.sendall(b"SSH-2.0-Other\r\n")
-                talk.recv(1 << 16)
+    def greet() -> None:
+        with contextlib.suppress(OSError), other, other.accept()[0] as talk:
+            talk.sendall(b"SSH-2.0-Other\r\n")
+            talk.recv(1 << 16)
 
-        threading.Thread(target=greet, daemon=True).start()
-        url = address.format(port=fake.port, other=other.getsockname()[1])
+    greeter = threading.Thread(target=greet)
+    greeter.start()
+    try:
         with pytest.raises(RuntimeError, match=said):
             executed(nodes["TpuportTextToVideo"], prompt="a", server=url)
-        other.shutdown(socket.SHUT_RDWR)
+    finally:
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+        greeter.join()
     assert comfy.texts == []
