@@ -41,7 +41,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     api_key_file=flag("--api-key-file FILE", "Keys of clients, one a line."),
     queue=flag("--queue N", "The most jobs that wait; the server refuses more.", min=1),
     keep=flag(
-        "--keep TIME", "How long finished videos are kept, such as 7d, 12h or 30m."
+        "--keep TIME",
+        "How long jobs that have ended are kept, such as 7d, 12h or 30m.",
     ),
     shapes=flag(
         "--shapes WxHxF",
@@ -76,8 +77,8 @@ def serve(
 ) -> None:
     """Serve videos over HTTP, as OpenAI's /v1/videos.
 
-    The other flags are for all requests that say nothing else. Jobs that wait share
-    calls with --batch-size N, if an engine measures that shared calls are faster.
+    The other flags are for all requests that say nothing else. With --batch-size N,
+    waiting jobs share a call where an engine measures that this is faster.
 
     Example: tpuport serve --model wan --steps 30 --api-key-file keys.txt
     """

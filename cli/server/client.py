@@ -22,9 +22,10 @@ _FIRST, _LONGEST = 0.5, 15.0
 #: Seconds for a connection, and for an answer: a request is checked before the queue,
 #: and the first check waits for imports.
 _TIMEOUTS = httpx.Timeout(330.0, connect=10.0)
-#: Answers of a server, or of what stands before one, that is not up; and those of what
-#: stands before one that may have done what it was asked.
-_AWAY, _LOST = (502, 503, 504), (502, 504)
+#: Answers of a server that is not up.
+_AWAY = (502, 503, 504)
+#: Answers of what stands before a server that may have done what it was asked.
+_LOST = (502, 504)
 
 
 class Server:

@@ -36,7 +36,8 @@ class Worker:
         self._process = context.Process(
             target=run, args=(theirs, role, debug), daemon=True
         )
-        # Ctrl-C reaches the new process too, before the process can ignore it.
+        # Ctrl-C reaches the new process too, before the process can ignore it, so the
+        # process inherits the mask. _start_tracker must run before: it unblocks SIGINT.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()

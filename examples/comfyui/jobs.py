@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import http.client
 import json
+import logging
 import os
 import secrets
-import socket
 import time
 import urllib.error
 import urllib.parse
@@ -15,13 +15,19 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_LOG = logging.getLogger(__name__)
 #: Seconds that a server may be away, as while it is started again.
 PATIENCE = 600.0
-#: Seconds for an answer, and between two tries.
-_TIMEOUT, _FIRST, _LONGEST = 330.0, 0.5, 15.0
-#: Answers of a server that is not up, and of what stands before one that may have done
-#: what it was asked.
-_AWAY, _LOST = (502, 503, 504), (502, 504)
+#: Seconds for an answer, and for one that an interrupt waits for.
+_TIMEOUT, _SHORT = 330.0, 10.0
+#: Seconds between two tries, at first and at most.
+_FIRST, _LONGEST = 0.5, 15.0
+#: Answers of a server that is not up.
+_AWAY = (502, 503, 504)
+#: Answers of what stands before a server that may have done what it was asked.
+_LOST = (502, 504)
+#: What ends a connection that was there.
+_CUT = (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)
 
 
 class ServerError(RuntimeError):
@@ -54,6 +60,8 @@ class Server:
     def create(self, fields: dict[str, Any], image: bytes | None) -> dict[str, Any]:
         """A new job; asked for again where the answer is lost, by the same key.
 
+        An interrupt meanwhile deletes the job, or logs where the job may be.
+
         Args:
             image: a PNG to start from.
 
@@ -71,9 +79,25 @@ class Server:
         except ServerError as error:
             if not error.lost:
                 raise
-            answer = self._patiently(asked)
+            try:
+                answer = self._patiently(asked)
+            except BaseException as error:
+                if not isinstance(error, ServerError) or error.away:
+                    self._take_back(functools.partial(asked, timeout=_SHORT))
+                raise
         found: dict[str, Any] = json.loads(answer)
         return found
+
+    def _take_back(self, asked: Callable[[], bytes]) -> None:
+        """Delete the job that ``asked`` answers."""
+        try:
+            self.delete(json.loads(asked())["id"])
+        except ServerError as error:
+            _LOG.warning(
+                "%s; the server may have the job: GET %s/v1/videos lists the jobs, and "
+                "DELETE ends one",
+                *(error, self.url),
+            )
 
     def job(self, name: str) -> dict[str, Any]:
         """A job as it is now; waits for a server that is away."""
@@ -92,8 +116,8 @@ class Server:
             return None
 
     def delete(self, name: str) -> None:
-        """End a job, and remove what it has made."""
-        self._ask(f"videos/{name}", method="DELETE")
+        """End a job, and remove what it has made; asked once, for some seconds."""
+        self._ask(f"videos/{name}", method="DELETE", timeout=_SHORT)
 
     def _content_of(self, path: str) -> bytes:
         return self._patiently(functools.partial(self._ask, path))
@@ -116,6 +140,7 @@ class Server:
         body: bytes | None = None,
         headers: Mapping[str, str] = {},
         method: str | None = None,
+        timeout: float = _TIMEOUT,
     ) -> bytes:
         headers = dict(headers)
         if key := os.environ.get("TPUPORT_API_KEY", "").strip():
@@ -123,21 +148,20 @@ class Server:
         url = f"{self.url}/v1/{path}"
         request = urllib.request.Request(url, body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 found: bytes = answer.read()
                 return found
         except urllib.error.HTTPError as error:
             away, lost = error.code in _AWAY, error.code in _LOST
             raise ServerError(_told(error), away=away, lost=lost) from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (ValueError, http.client.InvalidURL) as error:
+            raise ServerError(f"{self.url} is no address: {error}") from None
+        except (OSError, http.client.HTTPException) as error:
+            # A timeout of the connection is the reason of a URLError.
             reason = getattr(error, "reason", error)
-            unconnected = isinstance(reason, ConnectionRefusedError | socket.gaierror)
-            away = not isinstance(error, ValueError)
-            raise ServerError(
-                f"{self.url} cannot be reached: {reason}",
-                away=away,
-                lost=away and not unconnected,
-            ) from None
+            lost = isinstance(reason, _CUT) or isinstance(error, TimeoutError)
+            said = f"{self.url} cannot be reached: {reason}"
+            raise ServerError(said, away=True, lost=lost) from None
 
 
 def _told(error: urllib.error.HTTPError) -> str:

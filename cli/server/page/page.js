@@ -5,12 +5,12 @@ const IMAGES = "tpuport-images";
 const BUSY = 1000, QUIET = 4000; // milliseconds between two looks
 const FIRST = 1000, LONGEST = 15000; // and between two tries, while the server is away
 const PATIENCE = 30000; // for an answer
+const TRIES = 6; // of a request whose answer is lost
 
 const at = (id) => document.getElementById(id);
 const known = new Map(); // id -> what is shown of a job
 const images = new Map(); // id -> the file that the job starts from
 let ready = null; // the newest answer of /ready
-let unanswered = null; // the newest request whose answer did not come, and its key
 let timer = 0, running = false, again = false, pause = FIRST;
 
 class Refused extends Error {
@@ -18,7 +18,8 @@ class Refused extends Error {
     super(told?.message || `the server answers ${status}`);
     this.status = status;
     this.param = told?.param;
-    this.away = [0, 502, 503, 504].includes(status);
+    this.lost = [0, 502, 504].includes(status); // the server may have done what it was asked
+    this.away = this.lost || status === 503;
   }
 }
 
@@ -55,7 +56,7 @@ const content = async (id, variant, index = 0) => {
 // A request is checked before the queue; the first check waits for imports.
 const checking = () => AbortSignal.timeout(11 * PATIENCE);
 
-const create = ({ fields, image, key }) => {
+const post = (fields, image, key) => {
   const headers = { "Idempotency-Key": key };
   if (!image) {
     headers["Content-Type"] = "application/json";
@@ -71,12 +72,24 @@ const create = ({ fields, image, key }) => {
 
 const anyKey = () => [...crypto.getRandomValues(new Uint32Array(4))].join("-");
 
-// A request that is made again after its answer was lost is the same job.
-function request(fields, image, of) {
-  const lost = unanswered;
-  unanswered = null;
-  if (lost && lost.image === image && JSON.stringify(lost.fields) === JSON.stringify(fields)) return lost;
-  return { fields, image, of, key: anyKey() };
+// A request that is sent again after its answer was lost is the same job.
+async function create(fields, image) {
+  const key = anyKey();
+  let lost = false;
+  for (let left = TRIES - 1, wait = FIRST; ; left--, wait = Math.min(2 * wait, LONGEST)) {
+    try {
+      return await post(fields, image, key);
+    } catch (error) {
+      lost ||= error.lost;
+      if (!lost || !error.away) throw error;
+      if (!left) {
+        error.message = `No answer: ${error.message}. The server may have the video: look at the list before you press the button again`;
+        throw error;
+      }
+      trouble("The server does not answer; asking again.");
+    }
+    await new Promise((done) => setTimeout(done, wait));
+  }
 }
 
 // ---- words
@@ -254,13 +267,13 @@ async function remove(shown) {
 const withImage = () => JSON.parse(sessionStorage.getItem(IMAGES) || "[]");
 const anySeed = () => crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
 
-async function make(fields, image, of) {
-  const asked = request(fields, image, of);
+async function make(fields, image) {
   trouble("");
   for (const field of at("ask").elements) field.removeAttribute("aria-invalid");
   at("make").disabled = true;
   try {
-    const job = await create(asked);
+    const job = await create(fields, image);
+    trouble("");
     if (image) {
       images.set(job.id, image);
       sessionStorage.setItem(IMAGES, JSON.stringify([...withImage(), job.id].slice(-100)));
@@ -268,8 +281,7 @@ async function make(fields, image, of) {
     tell(`${short(job.prompt)}: in the queue`);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
-    if (error.away) unanswered = asked;
-    trouble(error.away ? `No answer: ${error.message}. Press the button again once the server is ready; the video is made once.` : `${error.message}.`.replace(/\.\.$/, "."));
+    trouble(`${error.message}.`.replace(/\.\.$/, "."));
     const names = { prompt: "prompt", size: "shape", num_frames: "shape", num_inference_steps: "steps", seed: "seed", input_reference: "image" };
     const field = at(names[error.param]);
     if (field) {
@@ -293,11 +305,10 @@ function asIs() {
 }
 
 function makeAgain(job) {
-  const lost = unanswered?.of === job.id && unanswered.fields;
-  const fields = lost || { ...job.tpuport.settings, seed: anySeed() };
+  const fields = { ...job.tpuport.settings, seed: anySeed() };
   const image = images.get(job.id);
   if (image || !(ready?.image === "required" || withImage().includes(job.id))) {
-    return make(fields, image, job.id);
+    return make(fields, image);
   }
   // The image is not here any more, as after a reload.
   at("prompt").value = job.prompt;

@@ -47,10 +47,14 @@ def test_ctrl_c_at_once_says_where_jobs_are_and_nothing_else(tmp_path: Path) -> 
         text=True,
         start_new_session=True,
     )
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith("serving on ")
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=LONGEST)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("serving on ")
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=LONGEST)
+    finally:
+        process.kill()
+        process.wait()
     word, kept = said.splitlines()
     assert word == "interrupted"
     assert kept.startswith(f"jobs are kept in {tmp_path}/kept; the same command")

@@ -6,9 +6,11 @@ docs.comfy.org says of them. Over 10 s: the server imports torch and jax, and co
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
+import socket
 import sys
 import threading
 import types
@@ -132,6 +134,20 @@ def nodes(comfy: Comfy, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys()
     monkeypatch.setattr(sys.modules[f"{name}.nodes"], "_POLL", 0.02)
     return dict(module.NODE_CLASS_MAPPINGS)
+
+
+@pytest.fixture
+def fake(nodes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    """A server that the nodes ask again at once, for some seconds."""
+    pack = nodes["TpuportTextToVideo"].__module__.removesuffix(".nodes")
+    monkeypatch.setattr(sys.modules[f"{pack}.jobs"], "_FIRST", 0.01)
+    monkeypatch.setattr(sys.modules[f"{pack}.jobs"], "PATIENCE", 5.0)
+    preview = io.BytesIO()
+    picture().save(preview, "png")
+    found = Fake(video=b"a video", preview=preview.getvalue())
+    found.start()
+    yield found
+    found.end()
 
 
 #: Python's types of the values of an input.
@@ -277,27 +293,38 @@ def test_an_interrupt_deletes_the_job(
 
 @pytest.mark.parametrize("pictured", [False, True])
 def test_a_node_whose_answer_is_lost_makes_one_job(
-    nodes: dict[str, Any], pictured: bool, monkeypatch: pytest.MonkeyPatch
+    nodes: dict[str, Any], fake: Fake, pictured: bool
 ) -> None:
     """Each run of the node is a job of its own."""
-    name = nodes["TpuportTextToVideo"].__module__.replace("nodes", "jobs")
-    monkeypatch.setattr(sys.modules[name], "_FIRST", 0.01)
-    preview = io.BytesIO()
-    picture().save(preview, "png")
-    fake = Fake(video=b"a video", preview=preview.getvalue())
-    fake.start()
     fake.lost = 2
     node = nodes["TpuportImageToVideo" if pictured else "TpuportTextToVideo"]
     asked: dict[str, Any] = {"prompt": "a", "server": fake.url, "steps": 1}
     asked |= {"image": torch.zeros(1, 8, 8, 3)} if pictured else {}
-    try:
-        executed(node, **asked)
-        assert [method for method, _, _ in fake.asked].count("POST") == 3
-        assert len(fake.jobs) == 1
-        executed(node, **asked)
-        assert len(fake.jobs) == 2
-    finally:
-        fake.end()
+    executed(node, **asked)
+    assert [method for method, _, _ in fake.asked].count("POST") == 3
+    assert len(fake.jobs) == 1
+    executed(node, **asked)
+    assert len(fake.jobs) == 2
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_an_interrupt_without_an_answer_deletes_the_job_or_tells_where_it_is(
+    nodes: dict[str, Any],
+    comfy: Comfy,
+    fake: Fake,
+    back: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Cancel comes while a lost answer is asked for."""
+    fake.held.set()
+    fake.lost = 2 if back else 3
+    comfy.interrupted = True
+    with pytest.raises(InterruptProcessingException):
+        executed(nodes["TpuportTextToVideo"], prompt="a", server=fake.url)
+    asked = [method for method, _, _ in fake.asked]
+    assert asked == ["POST"] * 3 + ["DELETE"] * back
+    told = f"the server may have the job: GET {fake.url}/v1/videos lists"
+    assert (len(fake.jobs), told in caplog.text) == ((0, False) if back else (1, True))
 
 
 def test_a_refusal_is_the_servers_own_words(
@@ -309,5 +336,35 @@ def test_a_refusal_is_the_servers_own_words(
         executed(node, **asked, size="8x8")
     with pytest.raises(RuntimeError, match="extra is no JSON"):
         executed(node, **asked, extra="{")
-    with pytest.raises(RuntimeError, match="cannot be reached"):
-        executed(node, prompt="a", server="http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://127.0.0.1:1", "cannot be reached"),
+        ("http://127.0.0.1:x", "is no address"),
+        ("https://127.0.0.1:{port}", "SSL"),
+        ("http://127.0.0.1:{other}", "SSH-2.0"),
+    ],
+)
+def test_a_wrong_address_is_an_error_at_once(
+    nodes: dict[str, Any], comfy: Comfy, fake: Fake, address: str, said: str
+) -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    url = address.format(port=fake.port, other=other.getsockname()[1])
+
+    def greet() -> None:
+        with contextlib.suppress(OSError), other, other.accept()[0] as talk:
+            talk.sendall(b"SSH-2.0-Other\r\n")
+            talk.recv(1 << 16)
+
+    greeter = threading.Thread(target=greet)
+    greeter.start()
+    try:
+        with pytest.raises(RuntimeError, match=said):
+            executed(nodes["TpuportTextToVideo"], prompt="a", server=url)
+    finally:
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+        greeter.join()
+    assert comfy.texts == []

@@ -240,41 +240,52 @@ def test_the_server_is_started_again_under_the_page(page: Page, served: Served) 
 
 
 def test_a_video_whose_answer_is_lost_is_made_once(page: Page, served: Served) -> None:
+    """By each of two buttons, which are pressed at the same time."""
+    keys: list[str] = []
+
     def lost(route: Route) -> None:
-        if route.request.method == "POST":
-            route.fetch()
-            route.abort()
-        else:
-            route.fallback()
+        if route.request.method != "POST":
+            return route.fallback()
+        keys.append(route.request.headers["idempotency-key"])
+        if keys.count(keys[-1]) > 2:
+            return route.fallback()
+        route.fetch()
+        return route.abort()
 
     def count() -> int:
         found = served.ask("/v1/videos?limit=100")[1]["data"]
         return sum(job["prompt"] == "a lost one" for job in found)
 
-    def press(button: Locator) -> None:
-        page.route("**/v1/videos", lost)
-        button.click()
-        page.get_by_role("alert").get_by_text("No answer").wait_for()
-        page.unroute("**/v1/videos", lost)
-        press_again(button)
-
-    def press_again(button: Locator) -> None:
-        with page.expect_response("**/v1/videos") as answer:
-            button.click()
-        assert answer.value.ok
-
-    page.get_by_label("Prompt").fill("a lost one")
-    page.get_by_label("Steps").fill(str(FEW))
-    first = page.get_by_role("button", name="Make the video")
-    press(first)
-    assert count() == 1
+    make(page, "a lost one", FEW)
     name = of(page, "a lost one").locator("..").get_attribute("id")
-    another = page.locator(f"#{name} .again")
-    press(another)
-    assert count() == 2
-    for number, button in ((3, first), (4, another)):  # each is a request of its own
-        press_again(button)
-        assert count() == number
+    page.route("**/v1/videos", lost)
+    page.get_by_role("button", name="Make the video").click()
+    page.locator(f"#{name} .again").click()
+    page.get_by_role("alert").get_by_text("asking again").wait_for()
+    until(lambda: len(keys) == 6 and page.locator("#make:enabled").count())
+    page.get_by_role("alert").get_by_text("asking again").wait_for(state="detached")
+    assert len(set(keys)) == 2
+    assert count() == 3
+    page.get_by_role("button", name="Make the video").click()  # a request of its own
+    until(lambda: count() == 4)
+    until(lambda: len(keys) == 9)
+    page.get_by_role("alert").get_by_text("asking again").wait_for(state="detached")
+
+
+def test_a_server_that_answers_is_not_asked_again(page: Page) -> None:
+    asked: list[str] = []
+
+    def full(route: Route) -> None:
+        if route.request.method != "POST":
+            return route.fallback()
+        asked.append(route.request.url)
+        return route.fulfill(status=503, json={"error": {"message": "it is ending"}})
+
+    page.route("**/v1/videos", full)
+    page.get_by_label("Prompt").fill("a fox")
+    page.get_by_role("button", name="Make the video").click()
+    page.get_by_role("alert").get_by_text("it is ending.", exact=True).wait_for()
+    assert len(asked) == 1
 
 
 #: Of each thing that takes the focus, one Tab after the other: tag, id and name.

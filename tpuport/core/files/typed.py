@@ -78,7 +78,8 @@ def read_text(path: Path, what: str) -> str:
         raise UsageError(f"{what} {path} does not exist; check the name") from None
     except OSError as error:
         raise UsageError(
-            f"{what} {path} cannot be read: {error.strerror}; name a file that can"
+            f"{what} {path} cannot be read: {error.strerror}; name a file that can be "
+            "read"
         ) from error
     except UnicodeDecodeError:
         raise UsageError(f"{what} {path} is not UTF-8 text; save it as UTF-8") from None
