@@ -243,6 +243,7 @@ def test_text_to_video_shows_progress_and_a_preview(
         "prompt": "a red star",
         "seed": 3,
         "num_inference_steps": 400,
+        "size": "32x32",
         "num_frames": 5,
         "extra": {"eta": 0.0},
     }
