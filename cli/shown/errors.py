@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -150,10 +151,18 @@ def as_usage_error(error: Exception) -> str | None:
         message = f"No such option: {quoted(name)[1:-1]}"
         if near:
             message += f" (did you mean {near[0]}?)"
+    if "extra argument" in message and "--prompt" in _options(context):
+        message += ', give the prompt as --prompt "..."'
     value = _refused_value(error)
     if value is not None and repr(value) not in message:
         message += f", got {quoted(value)}"
     return in_one_line(f"{message}; see `{command} --help`", LINE - len("error: "))
+
+
+def _options(context: Any) -> list[str]:
+    """The options of a command."""
+    params = context.command.params if context is not None else ()
+    return [name for param in params for name in param.opts]
 
 
 def _refused_value(error: Exception) -> str | None:

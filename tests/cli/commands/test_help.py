@@ -98,7 +98,7 @@ def test_a_group_says_in_full_what_its_commands_do(
         ),
         (("generat",), "No such command 'generat'"),
         (("generate", "--steps", "many"), "'--steps'"),
-        (("generate", "stray"), "stray"),
+        (("generate", "a fox"), '(a fox), give the prompt as --prompt "..."; see '),
         (("replay",), "Missing argument 'FILE'"),
         (("bench", "--repeat", "0"), "--repeat"),
     ],
