@@ -79,8 +79,10 @@ class Service:
 
     def shown(self, job: Job) -> dict[str, Any]:
         """A job as clients read it."""
-        asked, result = job.asked, job.result
         live, videos = self.dispatcher.work_of(job.id), len(job.asked["seeds"])
+        if live is None and job.status == RUNNING:  # it may have ended meanwhile
+            job = self.dispatcher.jobs.get(job.id) or job
+        asked, result = job.asked, job.result
         total, step = asked["steps"] * videos, 0
         if live is not None:
             total, step = live.steps * videos, live.done_of(videos)

@@ -355,8 +355,10 @@ class Dispatcher:
         self._forget(name)
 
     def _ended(self, slot: Slot, ended: Ended) -> None:
-        work, slot.work = slot.work, None
+        work = slot.work
         assert work is not None
+        if work.warm is not None or ended.stopped or ended.error:
+            slot.work = None
         if slot.warm:
             slot.lost = 0
         if work.warm is not None:
@@ -375,6 +377,7 @@ class Dispatcher:
             self.metrics.made(ended.result)
             for name in work.jobs:
                 self._end(name, error=ended.error, result=ended.result)
+            slot.work = None  # clients saw its steps until the jobs had ended
 
     def _end(self, name: str, *, error: str = "", result: Any = None) -> None:
         """A job is done or has failed."""

@@ -55,6 +55,18 @@ def engine(make: Any) -> Iterator[tuple[RayEngine, Heard]]:
         made.close()
 
 
+def kept(run_dir: Path) -> int:
+    """Steps of the checkpoint, which is written beside the steps that follow."""
+    found = [json.loads(file.read_text()) for file in run_dir.rglob("tape.json")]
+    return max((tape["stepped"] for tape in found), default=0)
+
+
+def kill_holder(run_dir: Path) -> None:
+    process = holder(run_dir)
+    assert process, "nothing runs"
+    os.kill(process, signal.SIGKILL)
+
+
 def test_an_actor_makes_stops_and_goes_on(
     cli: Cli, folder: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -82,11 +94,6 @@ def test_an_actor_makes_stops_and_goes_on(
             pass
         return int(told.done)
 
-    def kept(run_dir: Path) -> int:
-        """Steps of the checkpoint, which is written beside the steps that follow."""
-        found = [json.loads(file.read_text()) for file in run_dir.rglob("tape.json")]
-        return max((tape["stepped"] for tape in found), default=0)
-
     with ray_engines("local", 2, Slice(), tmp_path, Display(), debug=False) as (
         first,
         second,
@@ -101,7 +108,7 @@ def test_an_actor_makes_stops_and_goes_on(
             one.send(asked("fox", STEPS))
             run_dir = tmp_path / "fox/run-0"
             until(lambda: step(heard) > 5 and kept(run_dir) > 5)
-            os.kill(holder(run_dir) or 0, signal.SIGKILL)
+            kill_holder(run_dir)
             with pytest.raises(AssertionError, match="Gone"):
                 heard.next(Ended)
         with engine(first) as (one, heard):
@@ -143,7 +150,8 @@ def test_a_server_with_two_replicas_outlives_one(
 
         until(lambda: min(steps()) > 3)  # both at once
         run_dir = tmp_path / f"kept/jobs/{names[0]}/run-0"
-        os.kill(holder(run_dir) or 0, signal.SIGKILL)
+        until(lambda: kept(run_dir) > 3)
+        kill_holder(run_dir)
         for name in names:
             assert server.done(name)["status"] == "completed", server.said
         found = re.search(

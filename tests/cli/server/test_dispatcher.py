@@ -42,6 +42,27 @@ def test_engines_make_jobs_at_the_same_time(serve: Callable[..., Server]) -> Non
     assert server.status("cat") == RUNNING
 
 
+def test_the_steps_of_a_job_are_told_until_it_has_ended(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(1)
+    server.warm()
+    server.add("fox")
+    server.made.wake()
+    server.runs("fox")
+    end, works = server.jobs.ended, []
+
+    def ended(name: str, *args: Any, **how: Any) -> None:
+        works.append(server.made.work_of(name))
+        end(name, *args, **how)
+
+    monkeypatch.setattr(server.jobs, "ended", ended)
+    server.engine().end()
+    until(lambda: server.status("fox") == COMPLETED)
+    assert [work.jobs for work in works if work] == [("fox",)]
+    until(lambda: server.made.work_of("fox") is None)
+
+
 def test_a_lost_engine_gives_back_its_own_job(serve: Callable[..., Server]) -> None:
     server = serve(2)
     for number, name in enumerate(("fox", "cat")):
