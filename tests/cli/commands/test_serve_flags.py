@@ -46,6 +46,8 @@ def test_ctrl_c_at_once_says_where_jobs_are_and_nothing_else(tmp_path: Path) -> 
         stdout=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        # A shell has its background processes ignore Ctrl-C, and so their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stderr is not None
