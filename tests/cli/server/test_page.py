@@ -253,6 +253,7 @@ def test_a_video_whose_answer_is_lost_is_made_once(page: Page, served: Served) -
         return route.abort()
 
     def count() -> int:
+        page.wait_for_timeout(100)  # answers to requests are given in here
         found = served.ask("/v1/videos?limit=100")[1]["data"]
         return sum(job["prompt"] == "a lost one" for job in found)
 
@@ -262,13 +263,12 @@ def test_a_video_whose_answer_is_lost_is_made_once(page: Page, served: Served) -
     page.get_by_role("button", name="Make the video").click()
     page.locator(f"#{name} .again").click()
     page.get_by_role("alert").get_by_text("asking again").wait_for()
-    until(lambda: len(keys) == 6 and page.locator("#make:enabled").count())
+    until(lambda: page.locator("#make:enabled").count() and len(keys) == 6)
     page.get_by_role("alert").get_by_text("asking again").wait_for(state="detached")
     assert len(set(keys)) == 2
     assert count() == 3
     page.get_by_role("button", name="Make the video").click()  # a request of its own
-    until(lambda: count() == 4)
-    until(lambda: len(keys) == 9)
+    until(lambda: count() == 4 and len(keys) == 9)
     page.get_by_role("alert").get_by_text("asking again").wait_for(state="detached")
 
 
