@@ -83,6 +83,7 @@ class Service:
         if live is None and job.status == RUNNING:  # it may have ended meanwhile
             job = self.dispatcher.jobs.get(job.id) or job
         asked, result = job.asked, job.result
+        frames = result.get("frames") or asked["num_frames"]
         total, step = asked["steps"] * videos, 0
         if live is not None:
             total, step = live.steps * videos, live.done_of(videos)
@@ -103,7 +104,7 @@ class Service:
             "expires_at": job.expires and int(job.expires),
             "prompt": asked["fields"]["prompt"],
             "size": asked["size"] or "",
-            "seconds": seconds_text(asked["num_frames"], asked["fps"]),
+            "seconds": seconds_text(frames, asked["fps"]),
             "error": {"code": "failed", "message": job.error} if job.error else None,
             "remixed_from_video_id": None,
             "tpuport": {
@@ -117,6 +118,7 @@ class Service:
                 "preview": preview,
                 "seeds": asked["seeds"],
                 "num_frames": asked["num_frames"],
+                "frames": result.get("frames"),
                 "fps": asked["fps"],
                 "settings": asked["fields"],
                 **{

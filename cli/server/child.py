@@ -197,6 +197,7 @@ def _made(engine: Any, events: _Events, make: Make) -> Ended:
     """Make the videos of a job, or of several."""
     events.job, events.call = make.job, 0
     reports: list[RunReport] = []
+    frames = 0
     try:
         for events.call, pack in enumerate(make.packs):
             events.mind()
@@ -206,7 +207,7 @@ def _made(engine: Any, events: _Events, make: Make) -> Ended:
                 report = engine.make_pack(given, run_dir(pack), shown, make.plain)
                 reports.append(report)
             for one in pack:
-                _write_pictures(_video(one))
+                frames = _write_pictures(_video(one))
     except Exception as error:
         if make.job in events.stopped:
             return Ended(job=make.job, stopped=True)
@@ -216,7 +217,8 @@ def _made(engine: Any, events: _Events, make: Make) -> Ended:
         sum(s.total_seconds for s in report.stages if s.stage == StageName.DENOISE)
         for report in reports
     )
-    return Ended(job=make.job, result=_result(reports), denoise=denoise)
+    result = {"frames": frames, **_result(reports)}
+    return Ended(job=make.job, result=result, denoise=denoise)
 
 
 def _video(request: Request) -> Path:
@@ -230,8 +232,12 @@ def _is_there(request: Request) -> bool:
     return BatchFolder(_video(request).parent).finished(request) is not None
 
 
-def _write_pictures(video: Path) -> None:
-    """Write ``fox.webp`` and ``fox.jpg`` beside ``fox.mp4``: a frame, and a sheet."""
+def _write_pictures(video: Path) -> int:
+    """Write ``fox.webp`` and ``fox.jpg`` beside ``fox.mp4``: a frame, and a sheet.
+
+    Returns:
+        How many frames the video has.
+    """
     from PIL import Image
 
     frames = read_video(str(video))
@@ -250,6 +256,7 @@ def _write_pictures(video: Path) -> None:
         file = io.BytesIO()
         picture.save(file, {THUMBNAIL: "webp", SHEET: "jpeg"}[ending], quality=85)
         atomic_write_bytes(video.with_suffix(ending), file.getvalue())
+    return len(frames)
 
 
 def _result(reports: list[RunReport]) -> dict[str, Any]:

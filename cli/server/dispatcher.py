@@ -16,13 +16,7 @@ from tpuport.cli.batches.packs import Pack
 from tpuport.cli.batches.requests import Request
 from tpuport.cli.server.fields import Batch, Shape
 from tpuport.cli.server.jobs import Job, Jobs
-from tpuport.cli.server.messages import (
-    Ended,
-    Gone,
-    Opened,
-    Remark,
-    Told,
-)
+from tpuport.cli.server.messages import Ended, Gone, Opened, Remark, Told
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.work import (
     COMPILING,
@@ -49,10 +43,9 @@ TRIES = 3
 WARM_STEPS = 3
 #: What an engine makes for no job.
 _WARM = "warm"
-#: Seconds between two looks at what expires, and in which running jobs are kept.
-_SWEEP, _PATIENCE = 5.0, 20.0
-#: Seconds after which the loss of an idle engine is no fault of its start.
-_LIVES = 60.0
+#: Seconds between two looks at what expires; in which running jobs are kept; and after
+#: which the loss of an idle engine is no fault of its start.
+_SWEEP, _PATIENCE, _LIVES = 5.0, 20.0, 60.0
 
 
 class Dispatcher:
@@ -407,6 +400,8 @@ class Dispatcher:
     def _warmed(self, slot: Slot, warm: Warm, ended: Ended) -> None:
         shape, first = warm.shape, warm.shape is self.shapes[0] and warm.size == 1
         about = f"{shape.size} with {shape.num_frames} frames"
+        if ended.result:
+            shape.frames = ended.result["frames"]
         if first and ended.passes:
             say(f"{slot.name}: {ended.error}")
             self._lost_without_a_job(slot, warm, ended.error)

@@ -103,6 +103,8 @@ class Shape:
         width, height, num_frames: ``None`` where the pipeline has no such parameter.
         fps: of the files, where a request does not say.
         state: ``waiting``, ``compiling``, ``ready`` or ``failed``.
+        frames: of the video: CogVideoX makes 8 where 5 are asked for; ``None`` until
+            one is made.
         batches: that were measured.
     """
 
@@ -111,12 +113,18 @@ class Shape:
     num_frames: int | None
     fps: float = 0.0
     state: str = "waiting"
+    frames: int | None = None
     batches: list[Batch] = field(default_factory=list)
 
     @property
     def size(self) -> str | None:
         """As a request has it."""
         return f"{self.width}x{self.height}" if self.width else None
+
+    @property
+    def length(self) -> int | None:
+        """Frames of the video, as far as they are known."""
+        return self.frames or self.num_frames
 
     @property
     def key(self) -> tuple[int | None, ...]:
@@ -129,7 +137,8 @@ class Shape:
             "size": self.size,
             "num_frames": self.num_frames,
             "fps": self.fps,
-            "seconds": seconds_text(self.num_frames, self.fps),
+            "frames": self.frames,
+            "seconds": seconds_text(self.length, self.fps),
             "state": self.state,
             "batches": [batch.as_dict() for batch in self.batches],
         }
@@ -367,7 +376,7 @@ def _shape(typed: Mapping[str, Any], shapes: Sequence[Shape]) -> Shape:
         name, asked = "seconds", f"{typed['seconds']:g} seconds are"
 
         def away(shape: Shape) -> float:
-            length = (shape.num_frames or 1) / (typed.get("fps") or shape.fps)
+            length = (shape.length or 1) / (typed.get("fps") or shape.fps)
             return abs(length - float(typed["seconds"]))
 
         found = sorted((s for s in of_size if away(s) <= _NEAR), key=away)

@@ -53,7 +53,7 @@ class Job:
             with the job alone.
         asked: ``fields``, ``values``, ``seeds``, ``digests``, ``steps``, ``fps``,
             ``num_frames``, ``size`` and ``model``.
-        result: ``stages``, ``total_seconds`` and peaks.
+        result: ``frames``, ``stages``, ``total_seconds`` and peaks.
         error: in one line; empty for none.
         once: of the owner's jobs one at most has this key of a client's; ``None`` for
             no key.

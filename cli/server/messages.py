@@ -88,7 +88,7 @@ class Ended:
         error: in one line; empty where the videos are there.
         passes: the same job may succeed when it is tried again.
         stopped: as was asked.
-        result: stage seconds and peaks.
+        result: frames of a video, stage seconds and peaks.
         denoise: seconds of the steps of each call.
     """
 

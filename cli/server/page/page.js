@@ -112,7 +112,7 @@ function howFar(job) {
 
 function settingsOf(job) {
   const { settings, stages, peak_host_bytes: host, peak_device_bytes: device, ...about } = job.tpuport;
-  const found = { model: job.model, size: job.size, frames: about.num_frames, fps: about.fps, ...settings };
+  const found = { model: job.model, size: job.size, frames: about.frames ?? about.num_frames, fps: about.fps, ...settings };
   delete found.prompt;
   found.seed = about.seeds.join(", ");
   for (const [stage, took] of Object.entries(stages || {})) found[stage] = seconds(took);
@@ -342,7 +342,7 @@ function showReady(found) {
   if (!shapes.length && found.status !== "ready" && at("shape").options.length) return;
   const chosen = at("shape").value || `${found.defaults?.size}/${found.defaults?.num_frames}`;
   at("shape").replaceChildren(...shapes.map((shape) => new Option(
-    `${(shape.size ?? "its own size").replace("x", " × ")}, ${shape.num_frames} frames, ${seconds(Number(shape.seconds))}`,
+    `${(shape.size ?? "its own size").replace("x", " × ")}, ${shape.frames ?? shape.num_frames} frames, ${seconds(Number(shape.seconds))}`,
     `${shape.size}/${shape.num_frames}`,
   )));
   at("shape").value = chosen;

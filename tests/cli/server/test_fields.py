@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ SHAPES = (
 LORAS = {"clay": Path("/loras/clay.safetensors")}
 
 
-def asked(**given: Any) -> Wanted:
+def asked(*, shapes: Sequence[Shape] = SHAPES, **given: Any) -> Wanted:
     return understood(
         {"prompt": "a fox", **given},
         model="wan",
-        shapes=SHAPES,
+        shapes=shapes,
         limits=Limits(steps=50, loras=LORAS),
         below=Settings(seed=(5,), options={"max_sequence_length": 16}),
     )
@@ -95,6 +96,13 @@ def test_a_request_becomes_values_of_settings() -> None:
     assert "seconds" not in found.fields  # other shapes may be nearer later
     again = dict(found.fields)
     assert asked(**again).values == found.values
+
+
+def test_the_frames_that_were_made_say_how_long_a_shape_is() -> None:
+    """CogVideoX makes 8 frames where 5 are asked for."""
+    shapes = [Shape(32, 16, 5, 8.0, "ready", frames=8), Shape(32, 16, 9, 8.0, "ready")]
+    assert [shape.as_dict()["seconds"] for shape in shapes] == ["1", "1.125"]
+    assert asked(shapes=shapes, seconds=1).shape is shapes[0]
 
 
 def test_a_form_has_numbers_as_text() -> None:

@@ -86,7 +86,8 @@ def test_openais_client_makes_the_video_that_generate_makes(
                           "--guidance", "1.5")  # fmt: skip
     sheet = client.videos.download_content(made.id, variant="spritesheet").read()
     first = client.videos.download_content(made.id, variant="thumbnail").read()
-    frame = read_video("fox.mp4")[0]
+    frame, *others = read_video("fox.mp4")
+    assert about["frames"] == 1 + len(others)
     shown = Image.open(io.BytesIO(first))
     assert (shown.format, shown.size) == ("WEBP", frame.size)
     assert Image.open(io.BytesIO(sheet)).format == "JPEG"

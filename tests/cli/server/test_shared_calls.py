@@ -178,10 +178,11 @@ def test_a_call_is_counted_once(serve: Callable[..., Server]) -> None:
         server.add(name)
     server.engine().end()
     server.runs("fox", "hen")
-    server.engine().end(result={"stages": {"denoise": 4.0}})
+    server.engine().end(result={"frames": 8, "stages": {"denoise": 4.0}})
     server.runs("cat", "dog")
     server.delete("dog")
-    server.engine().end(result={"stages": {"denoise": 4.0}})  # its last step was made
+    # Its last step was made:
+    server.engine().end(result={"frames": 8, "stages": {"denoise": 4.0}})
     until(lambda: server.status("cat") == COMPLETED)
     until(lambda: not server.made.files.place("dog").exists())
     told = server.made.metrics.text(0, 0, 0).decode()
