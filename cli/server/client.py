@@ -175,6 +175,10 @@ class Server:
 
     def _unreachable(self, error: httpx.TransportError) -> ServerError:
         reason = _printable(str(error)) or type(error).__name__
+        if isinstance(error, httpx.RemoteProtocolError) and "illegal" in reason:
+            return ServerError(
+                f"{self.url}: answers no HTTP; is it a server of `tpuport serve`?"
+            )
         return ServerError(
             f"{self.url}: cannot be reached ({reason}); look at --server, and whether "
             "the server runs",

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -198,6 +199,21 @@ def test_a_full_queue_is_no_reason_to_wait(cli: Cli, fake: Fake) -> None:
     asked = ("submit", "--server", fake.url, "--prompt", "a", "--out", FILE)
     cli.refused("429, the server is not up", *asked, code=1)
     assert [method for method, _, _ in fake.asked] == ["POST"]
+
+
+def test_a_port_of_tls_is_no_server(cli: Cli) -> None:
+    """Such a port answers a request without TLS by an alert."""
+
+    def answer(own: socket.socket) -> None:
+        with own.accept()[0] as connection:
+            connection.sendall(b"\x15\x03\x01\x00\x02\x02\x16")
+            connection.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        threading.Thread(target=answer, args=(own,)).start()
+        url = f"http://127.0.0.1:{own.getsockname()[1]}"
+        asked = ("submit", "--server", url, "--prompt", "a", "--out", FILE)
+        cli.refused("answers no HTTP", *asked, code=1)
 
 
 def test_a_server_that_is_started_again_is_waited_for(

@@ -197,7 +197,7 @@ do sleep 0.1; done
     )
     assert ran.returncode == 0, ran.stderr
     assert '"deleted":true' in ran.stdout
-    assert (tmp_path / "fox.mp4").read_bytes()[4:8] == b"ftyp"
+    assert (tmp_path / "circle.mp4").read_bytes()[4:8] == b"ftyp"
 
 
 def test_a_deleted_job_stops_within_a_step_and_leaves_nothing(
