@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
+from tpuport.core.spec import kinds
 from tpuport.core.spec.lora_choice import LoraChoice
-from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.spec.run_settings import RunSettings, read_value
 from tpuport.errors import UsageError, did_you_mean
 from tpuport.targets import (
     claimed_target,
@@ -183,8 +184,6 @@ def preview(
     Raises:
         UsageError: the pipeline is not ported.
     """
-    from pathlib import Path
-
     from tpuport.core.preview.previews import Preview
     from tpuport.core.seam.ported import is_ported, seam_of
 
@@ -193,5 +192,7 @@ def preview(
             f"preview() takes a ported pipeline; call tpuport.port() with the "
             f"{type(pipeline).__name__} first"
         )
-    folder = None if cache_dir is None else Path(cache_dir) / "previews"
+    folder = None
+    if cache_dir is not None:
+        folder = read_value(kinds.path, cache_dir, "cache_dir") / "previews"
     return Preview(pipeline, call, seam_of(pipeline).journal, folder)

@@ -134,7 +134,8 @@ def executables_for(
     if isinstance(folder, StorePath):
         if settings.cache_dir is None:
             raise UsageError(
-                f"executables {folder}: name a folder to fetch them to with cache_dir"
+                f"executables {folder}: name a folder of this machine to "
+                "fetch them to with cache_dir"
             )
         folder = fetched(folder, BUILT, settings.cache_dir, reporter)
     found = BuiltFolder.open(Path(folder), reporter)

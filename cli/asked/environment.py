@@ -25,7 +25,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, check_libtpu, compile_environment
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.run_settings import COMPILED, DEMO
+from tpuport.core.spec.run_settings import COMPILED, DEMO, RunSettings
 from tpuport.errors import OutputError
 
 #: Device files of TPUs (two driver generations) and of NVIDIA GPUs.
@@ -149,13 +149,13 @@ def import_libraries(reporter: Reporter) -> None:
 
 
 @contextlib.contextmanager
-def running(cache: Path | None, display: Display | None = None) -> Iterator[Display]:
+def running(settings: RunSettings, display: Display | None = None) -> Iterator[Display]:
     """What shows a run; modules that need torch and jax are imported in the block.
 
     Args:
-        cache: the cache folder asked for, which must be writable.
+        settings: name the cache, which must be writable.
     """
-    cache_folder(cache)
+    check_cache(settings)
     with display or Display(signals.check) as shown:
         signals.mind_compiles(shown.compiles)
         import_libraries(shown)
@@ -170,6 +170,13 @@ def looking(what: str) -> Iterator[None]:
     """Say what takes seconds: mostly imports, after which nothing is written."""
     with Display() as display, display.timed(what), signals.starting(before="\n"):
         yield
+
+
+def check_cache(settings: RunSettings) -> Path:
+    """The cache folder of this machine; it and the store are known to be writable."""
+    if settings.cache_store is not None:
+        settings.cache_store.check_writable()
+    return cache_folder(settings.cache_dir)
 
 
 def cache_folder(asked: Path | None) -> Path:

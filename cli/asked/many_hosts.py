@@ -18,7 +18,8 @@ from tpuport.errors import TpuportError, UsageError, in_one_line
 #: What each process may have for itself: places on its own disk, and what it shows.
 _OWN = frozenset(
     (
-        *("distributed", "coordinator", "num_processes", "process_id", "cache_dir"),
+        *("distributed", "coordinator", "num_processes", "process_id"),
+        *("cache_dir", "cache_store"),
         *("run_dir", "out", "overwrite", "report", "checkpoint_every", "executables"),
         *("preview", "profile", "profile_calls", "json", "debug", "read_from"),
         *("config", "latents"),

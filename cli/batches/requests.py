@@ -22,8 +22,8 @@ from tpuport.errors import TpuportError, UsageError, quoted
 
 #: What decides nothing of a video: where files are, and how a run is looked at.
 _AROUND = (
-    *("cache_dir", "compile_cache", "executables", "memory_report", "profile"),
-    *("profile_calls", "no_jit"),
+    *("cache_dir", "cache_store", "compile_cache", "executables", "memory_report"),
+    *("profile", "profile_calls", "no_jit"),
 )
 #: The files that a request starts from, whose content counts.
 _READ = ("image", "video", "latents")

@@ -11,7 +11,13 @@ from typing import Any
 
 import typer
 
-from tpuport.cli.asked.environment import BATCHES, cache_folder, prepare, running
+from tpuport.cli.asked.environment import (
+    BATCHES,
+    cache_folder,
+    check_cache,
+    prepare,
+    running,
+)
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.cluster import Slice, slice_of
@@ -103,10 +109,10 @@ def _replicas(
 ) -> Iterator[tuple[Display, Replicas, int]]:
     """What shows the batch, what makes the videos, and how many of these there are."""
     if ray is None:
-        with running(settings.cache_dir) as display, this_process(display) as here:
+        with running(settings) as display, this_process(display) as here:
             yield display, here, 1
         return
-    cache_folder(settings.cache_dir)
+    check_cache(settings)
     with Display(signals.check) as display:
         given: Any = (ray, count, where, display)
         with ray_replicas(*given, debug=settings.debug) as (those, number):

@@ -75,7 +75,7 @@ def bench(
     how: dict[str, Any] = {"repeat": repeat, "against": against, "caches": caches}
     how |= {"opened": time.perf_counter(), "load": os.getloadavg()[0]}
     with joined(settings) as own:
-        with running(own.cache_dir, _Once()) as display:
+        with running(own, _Once()) as display:
             from tpuport.cli.runs.benchmark import measure
 
             result = measure(own, **how, reporter=display)

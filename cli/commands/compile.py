@@ -159,7 +159,7 @@ def _compile(
             raise UsageError(f"--stage {stage!r}: choose one of {', '.join(STAGES)}")
     wanted = [n for n in STAGES if not stages or n in stages]
     settings = with_model(settings, weights=False)
-    with running(settings.cache_dir) as display:
+    with running(settings) as display:
         from tpuport.cli.runs.planning import prepared
         from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest

@@ -16,9 +16,10 @@ from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.folders import check_folder
+from tpuport.core.files.stores import StorePath
 from tpuport.core.reports import bytes_text
 from tpuport.core.spec.run_settings import COMPILED, DEMO
-from tpuport.errors import TpuportError, UsageError
+from tpuport.errors import StoreError, TpuportError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,12 +46,13 @@ def doctor(settings: Settings) -> None:
     variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
     prepare(debug=settings.debug)
     with looking("looking at the installation"):
-        report = examine(settings.cache_dir or default_cache_dir())
+        folder = settings.cache_dir or default_cache_dir()
+        report = examine(folder, settings.cache_store)
     report["environment"] = variables
     give_out(report, as_json=settings.json, text=_text(report))
 
 
-def examine(cache: Path) -> dict[str, Any]:
+def examine(cache: Path, store: StorePath | None) -> dict[str, Any]:
     """Everything that is shown, JSON-ready; whatever fails becomes a problem."""
     problems: list[str] = []
 
@@ -84,7 +86,9 @@ def examine(cache: Path) -> dict[str, Any]:
     found = report["cache"]
     try:
         check_folder("--cache-dir", cache)
-    except UsageError as error:
+        if store is not None:
+            store.check_writable()
+    except (UsageError, StoreError) as error:
         problems.append(str(error))
     if found and found["free_bytes"] < LOW_DISK:
         problems.append(f"only {bytes_text(found['free_bytes'])} free for {cache}")

@@ -60,7 +60,7 @@ def encode(settings: Settings) -> None:
 
 def _begin(settings: Settings, started: float, command: str) -> None:
     settings = with_model(settings)
-    with running(settings.cache_dir) as display:
+    with running(settings) as display:
         from tpuport.cli.runs.staged import begin_run
 
         begin_run(settings, started, command, display)
@@ -70,7 +70,7 @@ def _go_on(settings: Settings, started: float, stage: StageName | None) -> None:
     assert settings.run_dir is not None
     if here().first:
         run_file(settings.run_dir)  # refused before torch is imported
-    with running(settings.cache_dir) as display:
+    with running(settings) as display:
         from tpuport.cli.runs.staged import go_on_with_run
 
         go_on_with_run(settings, started, stage, display)

@@ -86,7 +86,7 @@ def plan(
             )
         check_dump(folder)
     settings = with_model(settings, weights=False)
-    with running(settings.cache_dir) as display:
+    with running(settings) as display:
         from tpuport.cli.runs.planning import plan_run
 
         made = {

@@ -32,7 +32,7 @@ def replay(settings: Settings, file: str) -> None:
     prepare(debug=settings.debug)
     sidecar = _sidecar_of(Path(here(file)).expanduser())
     read_sidecar(sidecar)  # refused before torch is imported
-    with running(settings.cache_dir) as display:
+    with running(settings) as display:
         from tpuport.cli.runs.replayed import replayed
 
         document = replayed(sidecar, settings, display, started=started)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, prepare
+from tpuport.cli.asked.environment import DEFAULT_MODEL, check_cache, prepare
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings, of_server
 from tpuport.cli.batches.cluster import Slice, slice_of
@@ -102,7 +102,7 @@ def serve(
         urls=allow_urls,
     )
     cluster = _Cluster(ray, replicas, _slice_of_one_host(ray, replicas, topology))
-    own = place(folder, "--folder") or cache_folder(settings.cache_dir) / "serve"
+    own = place(folder, "--folder") or check_cache(settings) / "serve"
     with (
         _listening(host, port) as listening,
         working_in(own),

@@ -114,8 +114,9 @@ class Subject:
         plugin = None if known is None else known.model
         if plugin is None or settings.weights:
             source = settings.weights or name
-            cache = cache_folder(settings.cache_dir)
-            return cls._of_folder(plugin, source, reporter, cache)
+            kept = cache_folder(settings.cache_dir), settings.cache_store
+            found = PipelineFolder.find(source, reporter, *kept)
+            return cls._of_folder(plugin, found, reporter)
         plugin.check()
         variants = [one for one in plugin.variants.values() if one.configs]
         if not variants:
@@ -128,11 +129,9 @@ class Subject:
     def _of_folder(
         cls,
         plugin: ModelPlugin | None,
-        source: str | Path,
+        found: PipelineFolder,
         reporter: Reporter,
-        cache: Path,
     ) -> Subject:
-        found = PipelineFolder.find(source, reporter, cache)
         folder = found.fetched(reporter, weights=False)
         configs = small.of_folder(folder.folder)
         files = [f.stat().st_size for f in folder.folder.rglob("*.safetensors")]

@@ -72,8 +72,8 @@ def _pipeline_of(settings: Settings) -> str:
     import_libraries(Reporter())
     from tpuport.core.pipelines.folder import PipelineFolder
 
-    cache = cache_folder(settings.cache_dir)
-    return PipelineFolder.find(settings.weights, Reporter(), cache).class_name
+    kept = cache_folder(settings.cache_dir), settings.cache_store
+    return PipelineFolder.find(settings.weights, Reporter(), *kept).class_name
 
 
 def resolved(

@@ -86,7 +86,8 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     """The pipeline's folder; the index alone is read."""
     assert settings.weights is not None
     cache = cache_folder(settings.cache_dir)
-    folder = PipelineFolder.find(settings.weights, reporter, cache)
+    store = settings.cache_store
+    folder = PipelineFolder.find(settings.weights, reporter, cache, store)
     plugin = plugin_for(folder.class_name)
     if plugin is not None and (given := media_of(settings)):
         folder = folder.taking(plugin, given, reporter)
@@ -94,7 +95,9 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
         folder,
         guidance=settings.guidance_scale,
         tiling=settings.vae_tiling,
-        loras=tuple(Lora.find(choice, reporter) for choice in settings.lora),
+        loras=tuple(
+            Lora.find(choice, reporter, cache, store) for choice in settings.lora
+        ),
     )
     scheduler = settings.options.get(SCHEDULER)
     if scheduler is None or SCHEDULER in folder.parameters:

@@ -71,9 +71,11 @@ def forget_stores() -> None:
     import s3fs
 
     from tpuport.core.files import stores
+    from tpuport.core.weights import hub
 
     s3fs.S3FileSystem.clear_instance_cache()
     stores._probe.cache_clear()
+    hub._commits.clear()
 
 
 class Cli:

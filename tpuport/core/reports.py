@@ -65,6 +65,7 @@ class CompileReport:
         load_seconds: finding, checking and loading it.
         executable: the file it was loaded from or is kept in, where there is one.
         executable_bytes: of the executable in it.
+        remark: why the store for compiled programs did not take or give it.
     """
 
     stage: str
@@ -76,6 +77,7 @@ class CompileReport:
     load_seconds: float = 0.0
     executable: str = ""
     executable_bytes: int = 0
+    remark: str = ""
 
     @property
     def seconds(self) -> float:

@@ -13,7 +13,9 @@ from tests.cli.tools import call
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.core.enums import Blocks, Place, Tiling
+from tpuport.core.files.stores import StorePath
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import UsageError
 
 _seen: list[Settings] = []
@@ -227,6 +229,19 @@ def test_the_file_wins_over_the_environment(
     config = file("cache_dir: /from/file\n")
     assert parse("--config", config).cache_dir == Path("/from/file")
     assert parse("--config", config, "--cache-dir", "/c").cache_dir == Path("/c")
+
+
+def test_a_cache_is_in_a_store_or_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPUPORT_CACHE_DIR", "/here")
+    store = StorePath("gs", "bucket/cache")
+    there = parse("--cache-dir", "gs://bucket/cache/")
+    assert (there.cache_dir, there.cache_store) == (None, store)
+    monkeypatch.setenv("TPUPORT_CACHE_DIR", "gs://bucket/cache")
+    assert (parse().cache_dir, parse().cache_store) == (None, store)
+    here = parse("--cache-dir", "/here")
+    assert (here.cache_dir, here.cache_store) == (Path("/here"), None)
+    kept = RunSettings.read({"cache_dir": "gs://bucket/cache"})
+    assert kept.compiled_dir == store / "compiled"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 
 from tests.cli.tools import Cli, example
 from tests.processes import Once
+from tpuport.core.mesh.coordinator import LINGER
 
 ASKED = (
     *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5"),
@@ -32,6 +33,7 @@ class Processes:
     Args:
         each: what one process alone is told, by its number.
         start: how many are started; all of ``count`` by default.
+        slurm: the processes are told by the variables of SLURM.
     """
 
     def __init__(
@@ -41,20 +43,21 @@ class Processes:
         each: Sequence[Sequence[str]] = (),
         start: int | None = None,
         wait: str = "50",
+        slurm: bool = False,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         devices = f"--xla_force_host_platform_device_count={4 // count}"
         flags = f"{os.environ['XLA_FLAGS']} {devices}"
+        own = {"XLA_FLAGS": flags, "TPUPORT_HOSTS_WAIT": wait}
         self.running = [
             subprocess.Popen(
                 (
                     *(sys.executable, "-m", "tpuport", *map(str, args)),
-                    *("--coordinator", f"127.0.0.1:{port}"),
-                    *("--num-processes", str(count), "--process-id", str(number)),
+                    *(("--distributed",) if slurm else by_hand(port, count, number)),
                     *(each[number] if each else ()),
                 ),
-                env=os.environ | {"XLA_FLAGS": flags, "TPUPORT_HOSTS_WAIT": wait},
+                env=os.environ | own | (by_slurm(count, number) if slurm else {}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -67,6 +70,23 @@ class Processes:
         said = [one.communicate(timeout=600) for one in self.running]
         codes = [one.returncode for one in self.running]
         return [(code, *text) for code, text in zip(codes, said, strict=True)]
+
+
+def by_hand(port: int, count: int, number: int) -> tuple[str, ...]:
+    """The flags of a process."""
+    at = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count))
+    return (*at, "--process-id", str(number))
+
+
+def by_slurm(count: int, number: int) -> dict[str, str]:
+    """What ``srun --ntasks-per-node=1`` sets for a task, of all that jax reads."""
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),  # makes the port
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(number),
+        "SLURM_LOCALID": "0",
+    }
 
 
 def frames(video: str) -> str:
@@ -91,11 +111,13 @@ def test_any_number_of_processes_makes_the_same_bytes(
 ) -> None:
     what: tuple[str | Path, ...] = ("--weights", example(once, name), *ASKED)
     what = (*what, "--steps", "2")
+    slurm = name == "HunyuanVideo15Pipeline"
     if name == "LTXPipeline":
         what = (*what, "--size", "64x32")
     cli.good("generate", *what, "--out", "one.mp4")
     cli("runs", "clean", "--all")
-    ended = Processes(count, "generate", *what, "--out", "many.mp4", "--json").ended()
+    what = ("generate", *what, "--out", "many.mp4", "--json")
+    ended = Processes(count, *what, slurm=slurm).ended()
     for code, _, err in ended:
         assert code == 0, err
     first, *others = ended
@@ -128,6 +150,35 @@ def test_after_a_kill_the_others_end_and_the_run_goes_on_with_one(
     cli.good("resume", "run", "--out", "many.mp4")
     cli.good("generate", *what, "--out", "one.mp4")
     assert frames("many.mp4") == frames("one.mp4")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_stands_still_ends_all(
+    cli: Cli, once: Once, number: int
+) -> None:
+    """Nobody counts as lost before 30 s: more than 60 s in all."""
+    what = ("--weights", example(once, "CogVideoXPipeline"), *ASKED)
+    many = Processes(
+        *(2, "generate", *what, "--steps", "1000", "--run-dir", "run"),
+        *("--checkpoint-every", "1", "--out", "many.mp4"),
+    )
+    until = time.monotonic() + 600
+    while not list(Path("run").glob("video-0/tape.json")) and time.monotonic() < until:
+        assert many.running[0].poll() is None
+        time.sleep(0.01)
+    still, other = many.running[number], many.running[1 - number]
+    still.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = other.communicate(timeout=100)
+    assert time.monotonic() - began < 50
+    line = f"error: process {number} ({socket.gethostname()}) was silent for 30 s"
+    assert (other.returncode, line in err.splitlines()) == (1, True), err
+    time.sleep(LINGER + 2)  # jax's service has ended too
+    still.send_signal(signal.SIGCONT)
+    _, err = still.communicate(timeout=100)
+    assert (still.returncode, line in err.splitlines()) == (1, True), err
+    assert not list(Path().glob("*many*"))
 
 
 def test_programs_that_processes_compiled_are_those_that_run(

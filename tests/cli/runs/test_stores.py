@@ -14,6 +14,7 @@ import s3fs
 from tests.cli.tools import ASKED, UPSTREAM, Cli, forget_stores
 from tpuport.cli.runs.video_run import VideoRun
 from tpuport.core.files.stores import StorePath
+from tpuport.errors import StoreError
 
 BUCKET = StorePath("s3", "bucket")
 
@@ -67,6 +68,8 @@ def test_a_store_that_cannot_be_written_is_told_before_weights_are_read(
     asked = ("generate", "--weights", folder, *UPSTREAM)
     cli.refused(said, *asked, "--out", out, code=1)
     cli.refused(said, *asked, "--out", "fox.gif", "--report", out, code=1)
+    cache = out.removesuffix("/fox.gif")
+    cli.refused(said, *asked, "--out", "fox.gif", "--cache-dir", cache, code=1)
 
 
 def test_an_upload_that_breaks_leaves_a_run_that_goes_on(
@@ -121,3 +124,45 @@ def test_weights_and_executables_are_fetched_once(
     assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
     (BUCKET / "built/fox.txt").write_bytes(b"")
     cli.refused("holds fox.txt", "compile", *weights, "--out", "s3://bucket/built")
+
+
+def test_a_cache_in_a_store_serves_machines_that_share_no_disk(
+    cli: Cli,
+    folder: Path,
+    store: s3fs.S3FileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The programs of a run are compiled, which takes more than 10 s."""
+    refused, write = list[str](), StorePath.write_bytes
+
+    def fails_once(self: StorePath, data: bytes) -> None:
+        if "text_encoder" in self.key and not refused:
+            refused.append(self.key)
+            raise StoreError("the bucket is full")
+        write(self, data)
+
+    monkeypatch.setattr(StorePath, "write_bytes", fails_once)
+
+    def made(machine: str) -> tuple[list[bool], str]:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        asked = ("generate", "--weights", folder, *ASKED, "--json")
+        out = ("--out", f"{machine}.gif", "--cache-dir", "s3://bucket/cache")
+        ran = cli.good(*asked, *out)
+        programs = [
+            one for stage in ran.json["report"]["stages"] for one in stage["compiles"]
+        ]
+        return [one["cached"] for one in programs], ran.err
+
+    first, said = made("one")
+    assert not any(first)
+    assert "the bucket is full. Programs are compiled, and not kept there" in said
+    second, said = made("two")
+    assert second == [False, *(True for _ in first[1:])]
+    assert "full" not in said
+    assert all(made("three")[0])
+    assert (tmp_path / "one.gif").read_bytes() == (tmp_path / "two.gif").read_bytes()
+    programs = [f for f in BUCKET.files() if f.startswith("cache/compiled/xla/")]
+    assert len(programs) == len(first)
+    assert (tmp_path / "two/tpuport").is_dir()
+    assert not list(tmp_path.rglob("*-cache"))

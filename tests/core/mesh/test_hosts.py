@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -10,10 +11,13 @@ from collections.abc import Sequence
 import pytest
 
 PROCESS = """
-import os, sys, time
+import os, signal, sys, time
+from tpuport.core.mesh import hosts as module
+from tpuport.core.mesh.coordinator import _mind_aborts
 from tpuport.core.mesh.hosts import Address, HostError, Hosts
 port, count, number = map(int, sys.argv[1:4])
-says, does = sys.argv[4:]
+says, does = sys.argv[4:6]
+module.BEAT, module.SILENCE = map(float, sys.argv[6:8])
 try:
     hosts = Hosts(Address(("127.0.0.1", port), count, number), {"steps": says}, 8)
     data = hosts.told(lambda: b"a run" * 10**6)
@@ -22,6 +26,10 @@ try:
     if does == "fails":
         hosts.failed("no room")
         os._exit(3)
+    if does == "stands still":
+        _mind_aborts(hosts)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.abort()  # as jax does, whose service is gone
     while does == "waits":
         time.sleep(0.02)
         hosts.check()
@@ -34,19 +42,28 @@ except HostError as error:
 """
 
 
-def ran(says: Sequence[str], does: Sequence[str], count: int = 3) -> list[str]:
-    """What each process printed."""
+def started(
+    says: Sequence[str], does: Sequence[str], beat: float = 5, silence: float = 30
+) -> list[subprocess.Popen[str]]:
+    """Three processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    started = [
+    times = str(beat), str(silence)
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *map(str, (port, count, at)), *told],
+            [sys.executable, "-c", PROCESS, *map(str, (port, 3, at)), *told, *times],
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for at, told in enumerate(zip(says, does, strict=True))
     ]
-    return [process.communicate(timeout=120)[0].strip() for process in started]
+
+
+def ran(says: Sequence[str], does: Sequence[str]) -> list[str]:
+    """What each process printed."""
+    running = started(says, does)
+    return [process.communicate(timeout=120)[0].strip() for process in running]
 
 
 def test_processes_meet_and_all_have_what_the_first_one_makes() -> None:
@@ -61,6 +78,23 @@ def test_all_hear_of_a_process_that_died(number: int) -> None:
     host = socket.gethostname()
     assert said.pop(number) == ""
     assert said == [f"process {number} ({host}) died"] * 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_all_hear_of_a_process_that_stands_still_and_so_does_that_one(
+    number: int,
+) -> None:
+    does = ["waits"] * 3
+    does[number] = "stands still"
+    running = started("888", does, beat=0.2, silence=3)
+    still = running.pop(number)
+    said = [process.communicate(timeout=120)[0].strip() for process in running]
+    line = f"process {number} ({socket.gethostname()}) was silent for 3 s"
+    assert said == [line] * 2
+    assert still.poll() is None
+    still.send_signal(signal.SIGCONT)
+    assert still.communicate(timeout=120)[0].strip() == f"error: {line}"
+    assert still.returncode == 1
 
 
 def test_all_hear_why_a_process_ended() -> None:
@@ -85,7 +119,7 @@ def test_the_others_hear_that_the_first_process_did_not_come() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS, str(port), "2", "1", "8", "waits"],
+        [sys.executable, "-c", PROCESS, str(port), "2", "1", "8", "waits", "5", "30"],
         capture_output=True,
         text=True,
         check=False,

@@ -146,7 +146,7 @@ def test_of_a_hub_id_one_file_is_fetched(
         return tmp_path
 
     monkeypatch.setattr(loras, "fetch", fetched)
-    monkeypatch.setattr(loras, "file_names", lambda repo, flag: there)
+    monkeypatch.setattr(loras, "file_names", lambda *_: there)
     for name in ("me/lora", "me/lora/a.safetensors:transformer_2:0.5"):
         found = Lora.find(LoraChoice.parse(name), Reporter())
         assert found.file == tmp_path / "a.safetensors"

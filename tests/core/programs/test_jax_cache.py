@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.processes import needs_libtpu, run_program
+from tpuport.core.files import stores
+from tpuport.core.files.stores import StorePath
 from tpuport.core.mesh.slices import compile_environment, parse_topology
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache, uncached
@@ -57,6 +61,46 @@ def test_a_second_compile_comes_out_of_the_cache(tmp_path: Path) -> None:
         assert (len(names(folder)), cache_hits() - first) == (2, 2)
         compile_once(0.375)
         assert cache_hits() - first == 3
+
+
+def test_programs_in_a_store_are_those_of_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(stores.SCHEMES, "memory", ("fsspec", "none"))
+    store, before, hits = StorePath("memory", "programs"), settings(), cache_hits()
+    with persistent_cache(store) as failures:
+        compile_once(0.15625)
+    (name,) = store.files()
+    assert name.endswith("-cache")
+    with persistent_cache(store):
+        with persistent_cache(tmp_path / "here"):
+            compile_once(0.15625)
+        compile_once(0.15625)
+    assert cache_hits() == hits + 1
+    assert names(tmp_path / "here") == {name}
+    # What is damaged is compiled, and put again.
+    whole = (store / name).read_bytes()
+    (store / name).write_bytes(whole[:9])
+    with persistent_cache(store), warnings.catch_warnings(action="ignore"):
+        compile_once(0.15625)
+    assert cache_hits() == hits + 1
+    assert len((store / name).read_bytes()) > 9
+    assert (failures, settings()) == ([], before)
+
+    # A store that fails in mid-run costs a compile, and the reason is known.
+    def breaks(*_: object, **__: object) -> None:
+        raise ConnectionResetError("reset")
+
+    memory = type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(memory, "cat_file", breaks)
+    monkeypatch.setattr(memory, "pipe_file", breaks)
+    with persistent_cache(store) as failures:
+        compile_once(0.15625)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    first, second = failures
+    assert f"{store / name}: cannot be read (ConnectionResetError" in first
+    assert "cannot be written" in second
 
 
 @pytest.mark.parametrize("folder", ["cache", None])

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from tpuport.core.files import stores
+from tpuport.core.files.stores import StorePath
+from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
-from tpuport.core.weights.hub import fetch
+from tpuport.core.weights import hub
+from tpuport.core.weights.hub import fetch, file_names
 from tpuport.errors import HubError
 
 GIB = 2**30
@@ -81,3 +88,113 @@ def test_whatever_else_the_client_raises_is_one_line(
     assert "(ValueError: no such id)" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+STORE = StorePath("memory", "bucket/cache")
+
+
+class Hub:
+    """A hub with one id, and machines that fetch from it with a store between.
+
+    Attributes:
+        files: of the newest commit.
+        downloads: the names of all files that came from the hub.
+        said: lines for people.
+    """
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commit, self.files, self.there = "1" * 40, {"a.json": b"12"}, True
+        self.files["vae/w.safetensors"] = b"12345"
+        self.downloads: list[str] = []
+        self.said: list[str] = []
+        self._place, self._machine = place, ""
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
+        client(monkeypatch, self._download)
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", self._cached)
+
+    def repo_info(self, repo_id: str, *, files_metadata: bool) -> Any:
+        if not self.there:
+            raise ConnectionError("no route")
+        siblings = [
+            SimpleNamespace(rfilename=name, size=len(data))
+            for name, data in self.files.items()
+        ]
+        return SimpleNamespace(sha=self.commit, siblings=siblings)
+
+    def _snapshot(self, revision: str) -> Path:
+        return self._place / self._machine / "hub" / revision
+
+    def _cached(self, repo_id: str, name: str, revision: str) -> str | None:
+        file = self._snapshot(revision) / name
+        return str(file) if file.is_file() else None
+
+    def _download(
+        self, repo_id: str, *, allow_patterns: list[str], revision: str, **_: Any
+    ) -> str:
+        folder = self._snapshot(revision)
+        for name, data in self.files.items():
+            file = folder / name
+            if not file.is_file() and name in allow_patterns:
+                if not self.there:
+                    raise LocalEntryNotFoundError("no snapshot")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
+                self.downloads.append(name)
+        return str(folder)
+
+    def fetched(self, machine: str, *names: str) -> dict[str, bytes]:
+        """What a machine, with caches of its own, fetches."""
+        self._machine = machine
+        hub._commits.clear()
+        reporter, cache = Reporter(), self._place / machine / "cache"
+        reporter.say = self.said.append  # type: ignore[method-assign]
+        folder = fetch("me/model", names, reporter, cache=cache, store=STORE)
+        return {name: (folder / name).read_bytes() for name in names}
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setitem(stores.SCHEMES, "memory", ("fsspec", "none"))
+    yield Hub(tmp_path, monkeypatch)
+    fsspec.filesystem("memory").store.clear()
+    hub._commits.clear()
+
+
+def test_a_store_gives_later_machines_what_the_first_one_downloaded(
+    shared: Hub,
+) -> None:
+    files, both = dict(shared.files), tuple(shared.files)
+    assert shared.fetched("first", "a.json") == {"a.json": b"12"}
+    assert shared.fetched("first", *both) == files
+    assert shared.downloads == list(both)
+    kept = STORE / "hub/me--model"
+    assert sorted(kept.files()) == [*(f"{'1' * 40}/{n}" for n in both), "main.json"]
+    assert shared.fetched("second", *both) == files
+    assert shared.downloads == list(both)
+
+    # Half an object, as no store has, is not taken for the file.
+    (kept / ("1" * 40) / "a.json").write_bytes(b"1")
+    assert shared.fetched("third", "a.json") == {"a.json": b"12"}
+    assert (kept / ("1" * 40) / "a.json").read_bytes() == b"12"
+    # A new commit is another folder, and the old files stay.
+    shared.commit, shared.files["a.json"] = "2" * 40, b"34"
+    assert shared.fetched("second", "a.json") == {"a.json": b"34"}
+    assert (kept / ("1" * 40) / "a.json").read_bytes() == b"12"
+
+
+def test_a_store_serves_where_the_hub_does_not_answer(shared: Hub) -> None:
+    shared.there = False
+    with pytest.raises(HubError, match="me/model"):
+        shared.fetched("first", "a.json")
+    shared.there = True
+    shared.fetched("first", "a.json")
+    shared.there = False
+    assert shared.fetched("second", "a.json") == {"a.json": b"12"}
+    (said,) = shared.said
+    assert "does not give me/model (ConnectionError): taking commit 11111111" in said
+    there = file_names("me/model", "--lora", Reporter(), STORE)
+    assert there == ["a.json", "vae/w.safetensors"]
+    with pytest.raises(HubError, match="the hub cannot be reached"):
+        shared.fetched("second", "vae/w.safetensors")
+    # What this machine has already needs neither.
+    assert shared.fetched("first", "a.json") == {"a.json": b"12"}

@@ -1,12 +1,15 @@
 """jax's own service for the processes of a run, beside process 0.
 
-Where that service ends, jax aborts every process with a log of its own. So the service
-is a process by itself, which outlives process 0 by :data:`LINGER` seconds: long enough
-for the others to end with a line of tpuport's.
+Where that service ends, jax aborts every process. So the service is a process by
+itself, which outlives process 0 by :data:`LINGER` seconds: long enough for the others
+to end with a line of tpuport's. A process that stood still meanwhile says the line as
+it is aborted.
 """
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +20,8 @@ from unittest import mock
 from tpuport.core.mesh.hosts import HostError, Hosts
 
 LINGER = 15.0
+#: Called when the process is aborted; C has no reference.
+_on_abort: Any = None
 #: Seconds that the service takes to start, at most, and without a sign of life until
 #: jax gives a process up, which :class:`Hosts` does sooner.
 _STARTS, _SILENCE = 60, 100
@@ -30,7 +35,13 @@ class _Service:
         pipe = subprocess.PIPE
         # A session of its own: a signal to the terminal's group is for the processes.
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            # The service outlives process 0, and holds no pipe that somebody reads.
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
@@ -57,6 +68,7 @@ def join(hosts: Hosts) -> None:
     def started(*about: Any, **how: Any) -> Any:
         return service
 
+    _mind_aborts(hosts)
     with mock.patch.object(_jax, "get_distributed_runtime_service", started):
         jax.distributed.initialize(
             address,
@@ -66,6 +78,18 @@ def join(hosts: Hosts) -> None:
             initialization_timeout=_STARTS,
             heartbeat_timeout_seconds=_SILENCE,
         )
+
+
+def _mind_aborts(hosts: Hosts) -> None:
+    """Have a line said before the process is aborted.
+
+    jax does so from a thread of its own. Python's handlers of signals would run too
+    late, and jaxlib's ``missed_heartbeat_callback`` ends by bad_cast before Python is
+    called.
+    """
+    global _on_abort
+    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: hosts.aborted())
+    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
 
 
 def free_port() -> int:

@@ -370,8 +370,18 @@ class Hosts:
         self._known.set()
         self._tell(why)
         if not self._over.wait(PATIENCE):
-            os.write(2, f"{in_one_line(f'error: {why}')}\n".encode())
-            os._exit(1)
+            self._end()
+
+    def _end(self) -> None:
+        line = in_one_line(f"error: {self.lost}") + "\n"
+        # Process 0 may be in the middle of a line.
+        os.write(2, (f"\n{line}" if self.first else line).encode())
+        os._exit(1)
+
+    def aborted(self) -> None:
+        """Say why a library aborts this process; returns only if nobody knows."""
+        if self._known.wait(_TOLD):
+            self._end()
 
     def _tell(self, why: str) -> None:
         for line in self._lines.values():

@@ -22,6 +22,7 @@ import transformers
 from tpuport.core.arrays import all_finite
 from tpuport.core.enums import Tiling, denoises
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.stores import StorePath
 from tpuport.core.pipelines.loras import Lora, fuse
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.absent_packages import absent_packages, needs_of
@@ -76,6 +77,7 @@ class PipelineFolder:
         scheduler_options: in place of values of that config.
         loras: fused into the weights as they are loaded.
         cache: the cache folder, for what is fetched from a store.
+        store: keeps what is fetched from the hub.
         whole: components whose weights a load reads, because the host computes with
             them.
     """
@@ -90,11 +92,16 @@ class PipelineFolder:
     scheduler_options: Mapping[str, Any] = field(default_factory=dict)
     loras: tuple[Lora, ...] = field(default=(), compare=False)
     cache: Path | None = None
+    store: StorePath | None = None
     whole: Collection[str] = field(default=(), compare=False)
 
     @classmethod
     def find(
-        cls, weights: str | Path, reporter: Reporter, cache: Path | None = None
+        cls,
+        weights: str | Path,
+        reporter: Reporter,
+        cache: Path | None = None,
+        store: StorePath | None = None,
     ) -> PipelineFolder:
         """The folder that ``weights`` names, or that is fetched to.
 
@@ -103,6 +110,7 @@ class PipelineFolder:
 
         Args:
             cache: the cache folder, for what is fetched from a store.
+            store: keeps what is fetched from the hub.
 
         Raises:
             MissingWeightsError: there is no such folder.
@@ -112,9 +120,10 @@ class PipelineFolder:
         """
         folder = local_folder(weights)
         if folder is None:
-            folder = fetch(str(weights), INDEXES, reporter, cache=cache)
+            folder = fetch(str(weights), INDEXES, reporter, cache=cache, store=store)
         checkpoint = Checkpoint(folder, str(weights))
-        return cls(folder, str(weights), checkpoint.index, checkpoint, cache=cache)
+        kept: Any = {"cache": cache, "store": store}
+        return cls(folder, str(weights), checkpoint.index, checkpoint, **kept)
 
     def taking(
         self, plugin: ModelPlugin, given: Media, reporter: Reporter
@@ -149,7 +158,8 @@ class PipelineFolder:
         names = [n for n in self.index if not n.startswith("_")]
         suffixes = (".safetensors", *SMALL_FILES) if weights else SMALL_FILES
         wanted = patterns(names, *suffixes)
-        folder = fetch(self.reference, wanted, reporter, cache=self.cache)
+        kept: Any = {"cache": self.cache, "store": self.store}
+        folder = fetch(self.reference, wanted, reporter, **kept)
         return replace(
             self, folder=folder, checkpoint=Checkpoint(folder, self.reference)
         )

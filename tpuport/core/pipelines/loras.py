@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from tpuport.core.arrays import all_finite
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import hash_output
+from tpuport.core.files.stores import StorePath
 from tpuport.core.pipelines.lora_keys import (
     PEFT_PREFIX,
     Matched,
@@ -72,8 +73,17 @@ class Lora:
     parts: Mapping[str, Part] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def find(cls, choice: LoraChoice, reporter: Reporter) -> Lora:
+    def find(
+        cls,
+        choice: LoraChoice,
+        reporter: Reporter,
+        cache: Path | None = None,
+        store: StorePath | None = None,
+    ) -> Lora:
         """The file that was named, or that is fetched.
+
+        Args:
+            cache, store: as of :func:`~tpuport.core.weights.hub.fetch`.
 
         Raises:
             UsageError: there is no such file, or peft is not installed.
@@ -85,7 +95,7 @@ class Lora:
                 f"LoRA {choice.name}: needs a package that is not installed: pip "
                 "install 'tpuport[lora]'"
             )
-        file = _file(choice.name, reporter)
+        file = _file(choice.name, reporter, cache, store)
         beside = file.with_name(_PEFT_SETTINGS)
         has_settings = file.name == _PEFT_FILE and beside.is_file()
         settings = hash_output(beside)[0] if has_settings else ""
@@ -266,7 +276,9 @@ def _adaptable(module: torch.nn.Module) -> Iterator[None]:
 # --- the file
 
 
-def _file(name: str, reporter: Reporter) -> Path:
+def _file(
+    name: str, reporter: Reporter, cache: Path | None, store: StorePath | None
+) -> Path:
     path = Path(name).expanduser()
     found = path
     if not path.exists():
@@ -277,11 +289,14 @@ def _file(name: str, reporter: Reporter) -> Path:
                 f"LoRA {name} does not exist, and it is no hub id (owner/name, or "
                 "owner/name/file.safetensors) either"
             )
-        wanted = hub[2] or _the_one(name, file_names(hub[1], "--lora"))
+        wanted = hub[2]
+        if not wanted:
+            there = file_names(hub[1], "--lora", reporter, store)
+            wanted = _the_one(name, there)
         files = [wanted]
         if Path(wanted).name == _PEFT_FILE:
             files.append(str(Path(wanted).with_name(_PEFT_SETTINGS)))
-        found = fetch(hub[1], files, reporter, "--lora") / wanted
+        found = fetch(hub[1], files, reporter, "--lora", cache, store) / wanted
     elif path.is_dir():
         found = path / _the_one(name, [p.name for p in sorted(path.iterdir())])
     _refuse_pickle(name, found)

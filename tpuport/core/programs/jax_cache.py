@@ -1,17 +1,24 @@
-"""jax's own persistent cache of compiled programs, on and off for a block."""
+"""jax's own persistent cache of compiled programs, on and off for a block.
+
+In a store the programs are objects of the names that jax gives files in a folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.monitoring
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src import compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
 
 from tpuport.core.files.atomic import cannot_write
+from tpuport.core.files.stores import AnyPath, StorePath
+from tpuport.errors import StoreError
 
 #: A kernel carries the paths of the source it was traced from.
 _PATHS = {"jax_hlo_source_file_canonicalization_regex": ".*"}
@@ -32,25 +39,77 @@ XLA_FOLDER = "xla"
 _hits = 0
 
 
+@dataclass(eq=False)
+class _InStore(CacheInterface):
+    """Programs in a folder of a store.
+
+    Attributes:
+        failures: what the store refused; jax would hide it.
+    """
+
+    _path: Any
+    failures: list[str] = field(default_factory=list)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            found: bytes = (self._path / f"{key}-cache").read_bytes()
+            return found
+        except FileNotFoundError:
+            return None
+        except StoreError as error:
+            self.failures.append(str(error))
+            return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Also in place of an entry that jax could not read."""
+        try:
+            (self._path / f"{key}-cache").write_bytes(value)
+        except StoreError as error:
+            self.failures.append(str(error))
+
+
 @contextlib.contextmanager
-def persistent_cache(folder: Path | None) -> Iterator[None]:
+def persistent_cache(folder: AnyPath | None) -> Iterator[list[str]]:
     """Compiled programs are kept in ``folder`` while this holds; ``None`` leaves jax as
     it is set.
 
     The key of an entry does not depend on where ``folder`` and tpuport lie. Another
     machine with equal software finds the entry. Settings are put back on exit.
 
+    Yields:
+        what a store refused: such programs are compiled, and not kept.
+
     Raises:
         ArtifactError: the folder cannot be made.
     """
     if folder is None:
-        yield
+        yield []
+        return
+    if isinstance(folder, StorePath):
+        with _opened(found := _InStore(folder)):
+            yield found.failures
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
     with _set({**_SETTINGS, "jax_compilation_cache_dir": str(folder)}):
+        yield []
+
+
+@contextlib.contextmanager
+def _opened(cache: _InStore) -> Iterator[None]:
+    """jax opens this cache, in this block and after blocks within."""
+    name = f"{cache._path.scheme}:{cache._path.key}"  # no address, which jax would open
+    open_folder = compilation_cache.get_file_cache
+
+    def opened(path: str) -> Any:
+        return (cache, path) if path == name else open_folder(path)
+
+    with (
+        mock.patch.object(compilation_cache, "get_file_cache", opened),
+        _set({**_SETTINGS, "jax_compilation_cache_dir": name}),
+    ):
         yield
 
 

@@ -453,7 +453,7 @@ class Arithmetic(Between):
             TracedProgram(name=ARITHMETIC, traced=traced, stages=STAGES),
             time.perf_counter() - started,
         )
-        reporter.compiled(report)
+        self.journal.compiled(report)
         seconds = time.perf_counter() - started
         self.journal.calls.append(Called(ARITHMETIC, started, seconds, report))
         return run

@@ -112,7 +112,7 @@ class Devices:
         """What runs a program, compiled or found; ``seconds`` were spent on tracing."""
         target, (component, _, path) = self.target, program.name.partition(".")
         started, hits, built = time.perf_counter(), cache_hits(), None
-        with persistent_cache(target.cache):
+        with persistent_cache(target.cache) as failures:
             run: Callable[..., Any]
             if target.built is None:
                 run = program.traced.lower().compile()
@@ -136,6 +136,7 @@ class Devices:
             loaded=built is not None,
             executable=str(built.path) if built else "",
             executable_bytes=built.size if built else 0,
+            remark=failures[0] if failures else "",
         )
 
     def _fitted(

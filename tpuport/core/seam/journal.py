@@ -101,6 +101,12 @@ class Journal:
             self._noticed.add(text)
             self.reporter.say(text)
 
+    def compiled(self, report: CompileReport) -> None:
+        """Tell of a program, and once of what could not be kept."""
+        self.reporter.compiled(report)
+        if report.remark:
+            self.notice(f"{report.remark}. Programs are compiled, and not kept there")
+
     def step(self, scheduler: Any, run: Callable[[], Any]) -> Any:
         """The result of a scheduler's step, which ``run`` makes."""
         if self.on_step is not None:

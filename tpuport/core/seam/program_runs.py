@@ -271,7 +271,7 @@ class ProgramRuns(ModuleWeights):
                 f"{self.name} needs {bytes_text(used)} of a chip, which has less: "
                 "stream its blocks' weights by --weights-on host (weights_on=)"
             ) from error
-        self._journal.reporter.compiled(self._made)
+        self._journal.compiled(self._made)
         return run
 
     def _stages(self) -> tuple[str, ...]:

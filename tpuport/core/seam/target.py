@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.enums import Blocks, WeightsOn, denoises
+from tpuport.core.files.stores import AnyPath
 from tpuport.core.programs.built_folder import BuiltFolder
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.tracing.forward_split import ForwardSplit
@@ -62,7 +62,7 @@ class Target:
         claims: what a plugin knows of components, by name.
         blocks: those in place.
         general: for a component that is not as the plugin knows it.
-        cache: a folder where jax keeps compiled programs; ``None`` keeps none.
+        cache: a folder, here or in a store, for compiled programs; ``None`` keeps none.
         built: executables that are used in place of compiling.
         in_parts: weights of stacked blocks are held in parts though they fit.
         weights_on: where the weights of stacked blocks wait.
@@ -75,7 +75,7 @@ class Target:
     overrides: tuple[OpOverride, ...] = ()
     claims: Mapping[str, Claim] = field(default_factory=dict)
     general: Target | None = None
-    cache: Path | None = None
+    cache: AnyPath | None = None
     built: BuiltFolder | None = None
     blocks: Blocks = Blocks.UPSTREAM
     implementation: AttentionChoice = AttentionChoice()

@@ -22,7 +22,7 @@ from tpuport.core.enums import (
     Tiling,
     WeightsOn,
 )
-from tpuport.core.files.stores import AnyPath
+from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
@@ -285,7 +285,10 @@ class RunSettings:
         lora: fused into the weights one after the other, each as its text says.
         mesh: also a mapping, or (dp, sp, tp).
         dtype: also torch's, jax's or NumPy's own.
-        compile_cache: keep compiled programs in ``cache_dir``.
+        cache_dir: of this machine; as a keyword also an address, which becomes
+            ``cache_store``.
+        cache_store: keeps compiled programs, and weights that came from the hub.
+        compile_cache: keep compiled programs there, or else in ``cache_dir``.
         profile_calls: ``None`` for :data:`PROFILED_CALLS`.
         no_jit: the stage that runs op by op, or several.
     """
@@ -378,11 +381,14 @@ class RunSettings:
         default=Backend.TPUPORT,
         commands="GEND",
     )
-    cache_dir: Path | None = file(
-        kinds.path,
+    cache_dir: Path | None = python_only(kinds.path, default=None)
+    cache_store: StorePath | None = python_only(kinds.any_path, default=None)
+    cache: None = file(
+        kinds.any_path,
         "--cache-dir FOLDER",
         "Compiled programs, demo checkpoint, unfinished runs.",
         envvar="TPUPORT_CACHE_DIR",
+        becomes=lambda place: _cache(place),
         commands="GENDRPCBATOLSKHW",
     )
     compile_cache: bool = python_only(kinds.flag, default=True)
@@ -431,14 +437,26 @@ class RunSettings:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Settings of Python values; raises as of :func:`typed`."""
+        if given.get("cache_dir") is not None:
+            place = read_value(kinds.any_path, given["cache_dir"], "cache_dir")
+            others = {n: v for n, v in given.items() if n != "cache_dir"}
+            given = {**others, **_cache(place)}
         return cls(**typed(cls, given))
 
     @property
-    def compiled_dir(self) -> Path | None:
+    def compiled_dir(self) -> AnyPath | None:
         """Where compiled programs are kept; ``None`` where they are not."""
-        if self.cache_dir is None or not self.compile_cache:
-            return None
-        return self.cache_dir / COMPILED
+        place = self.cache_store or self.cache_dir
+        return place / COMPILED if place is not None and self.compile_cache else None
+
+
+def _cache(place: AnyPath) -> dict[str, Any]:
+    """The fields that a place for the cache stands for."""
+    store = isinstance(place, StorePath)
+    return {
+        "cache_dir": None if store else place,
+        "cache_store": place if store else None,
+    }
 
 
 def typed(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,46 @@
-"""Files from the hub or from a store, with progress for people."""
+"""Files from the hub or from a store, with progress for people.
+
+A store may keep what came from the hub: ``hub/OWNER--NAME/COMMIT/`` has the files, each
+there whole or not at all, and ``hub/OWNER--NAME/main.json`` the newest commit that a
+machine has seen, with the bytes of all its files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import io
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stores import StorePath, fetched, place
+from tpuport.core.mesh.hosts import here
 from tpuport.core.reports import Reporter
-from tpuport.errors import HubError
+from tpuport.errors import HubError, TpuportError
+
+#: Of a store: what came from the hub.
+HUB = "hub"
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """What the hub has under an id.
+
+    Attributes:
+        name: of the commit.
+        sizes: bytes of each file.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+
+
+#: What was asked in this process, so that all files of a run are of one commit.
+_commits: dict[tuple[str, StorePath], _Commit | None] = {}
 
 
 def fetch(
@@ -20,6 +49,7 @@ def fetch(
     reporter: Reporter,
     flag: str = "--weights",
     cache: Path | None = None,
+    store: StorePath | None = None,
 ) -> Path:
     """The files of a hub id whose names match ``patterns``, as a folder.
 
@@ -28,6 +58,7 @@ def fetch(
         reporter: told of the files and the bytes that have come.
         flag: that takes a folder of this machine in place of the hub id.
         cache: the cache folder, for what comes from a store.
+        store: keeps what comes from the hub, and is asked first.
 
     Raises:
         HubError: the hub cannot be reached or has no such checkpoint.
@@ -37,22 +68,106 @@ def fetch(
     if isinstance(folder, StorePath):
         assert cache is not None
         return fetched(folder, patterns, cache, reporter)
+    with _explained(repo_id, flag):
+        if store is None or cache is None:
+            return _downloaded(repo_id, patterns, reporter)
+        return _by_store(repo_id, patterns, reporter, cache, store)
+
+
+def _by_store(
+    repo_id: str,
+    patterns: Sequence[str],
+    reporter: Reporter,
+    cache: Path,
+    store: StorePath,
+) -> Path:
+    """:func:`fetch` from the hub's own cache, the store, or the hub, in this order."""
+    commit = _commit(repo_id, store, reporter)
+    if commit is None:
+        return _downloaded(repo_id, patterns, reporter)
+    folder = _folder(repo_id, store) / commit.name
+    there = {name: size for name, (size, _) in folder.files().items()}
+    wanted = [n for n in commit.sizes if any(fnmatch.fnmatch(n, p) for p in patterns)]
+    missing = [name for name in wanted if there.get(name) != commit.sizes[name]]
+    if not missing and not _at_hand(repo_id, commit, wanted):
+        return fetched(folder, patterns, cache, reporter)
+    local = _downloaded(repo_id, patterns, reporter, revision=commit.name)
+    if missing and here().first:
+        with reporter.timed(f"putting {repo_id} into {store}"):
+            for name in missing:
+                (folder / name).put(local / name)
+    return local
+
+
+def _folder(repo_id: str, store: StorePath) -> StorePath:
+    return store / HUB / repo_id.replace("/", "--")
+
+
+def _commit(repo_id: str, store: StorePath, reporter: Reporter) -> _Commit | None:
+    """What the hub has now; where the hub does not answer, what it had for the machine
+    that asked last, or ``None`` if none did."""
+    asked = repo_id, store
+    if asked not in _commits:
+        notes = _folder(repo_id, store) / "main.json"
+        try:
+            before = notes.read_bytes()
+        except FileNotFoundError:
+            before = b""
+        found: _Commit | None
+        try:
+            found = _asked(repo_id)
+        except Exception as error:
+            found = _Commit(**json.loads(before)) if before else None
+            if found is not None:
+                reporter.say(
+                    f"the hub does not give {repo_id} ({type(error).__name__}): taking "
+                    f"commit {found.name[:8]}, which {store} has"
+                )
+        else:
+            now = json.dumps(asdict(found)).encode()
+            if now != before and here().first:
+                notes.write_bytes(now)
+        _commits[asked] = found
+    return _commits[asked]
+
+
+def _asked(repo_id: str) -> _Commit:
+    from huggingface_hub import HfApi
+
+    found: Any = HfApi().repo_info(repo_id, files_metadata=True)
+    return _Commit(found.sha, {one.rfilename: one.size for one in found.siblings})
+
+
+def _at_hand(repo_id: str, commit: _Commit, names: Sequence[str]) -> bool:
+    """Whether the hub's own cache has all these files."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(repo_id, n, revision=commit.name) for n in names)
+    return all(isinstance(one, str) for one in found)
+
+
+def _downloaded(
+    repo_id: str, patterns: Sequence[str], reporter: Reporter, **how: Any
+) -> Path:
     from huggingface_hub import snapshot_download
 
-    with _explained(repo_id, flag), reporter.timed(f"downloading {repo_id}"):
-        downloaded = snapshot_download(
+    with reporter.timed(f"downloading {repo_id}"):
+        found = snapshot_download(
             repo_id,
             allow_patterns=list(patterns),
             tqdm_class=_bars(repo_id, reporter),
+            **how,
         )
-    return Path(downloaded)
+    return Path(found)
 
 
-def file_names(repo_id: str, flag: str) -> list[str]:
+def file_names(
+    repo_id: str, flag: str, reporter: Reporter, store: StorePath | None = None
+) -> list[str]:
     """The files of a hub id; without the hub those that are in its cache.
 
     Args:
-        flag: as of :func:`fetch`.
+        flag, reporter, store: as of :func:`fetch`.
 
     Raises:
         HubError: as of :func:`fetch`.
@@ -60,6 +175,8 @@ def file_names(repo_id: str, flag: str) -> list[str]:
     from huggingface_hub import constants, list_repo_files, snapshot_download
 
     with _explained(repo_id, flag):
+        if store is not None and (commit := _commit(repo_id, store, reporter)):
+            return list(commit.sizes)
         if not constants.HF_HUB_OFFLINE:
             return list(list_repo_files(repo_id))
         folder = Path(snapshot_download(repo_id))
@@ -75,6 +192,8 @@ def _explained(repo_id: str, flag: str) -> Iterator[None]:
 
     try:
         yield
+    except TpuportError:  # of a store
+        raise
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set: unset it"
         if not constants.HF_HUB_OFFLINE:
