@@ -27,6 +27,7 @@ def copied_run() -> Iterator[Path]:
         tempfile.TemporaryDirectory(prefix="tpuport-run-") as folder,
         tarfile.open(fileobj=io.BytesIO(data)) as packed,
     ):
+        here().scratch = Path(folder)
         packed.extractall(folder, filter="data")
         yield Path(folder)
 

@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 PROCESS = """
 import os, signal, sys, time
+from pathlib import Path
 from tpuport.core.mesh import hosts as module
 from tpuport.core.mesh.coordinator import _mind_aborts
 from tpuport.core.mesh.hosts import Address, HostError, Hosts
@@ -28,6 +30,8 @@ try:
         os._exit(3)
     if does == "stands still":
         _mind_aborts(hosts)
+        hosts.scratch = Path("scratch")
+        hosts.scratch.mkdir()
         os.kill(os.getpid(), signal.SIGSTOP)
         os.abort()  # as jax does, whose service is gone
     while does == "waits":
@@ -82,8 +86,9 @@ def test_all_hear_of_a_process_that_died(number: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_all_hear_of_a_process_that_stands_still_and_so_does_that_one(
-    number: int,
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     does = ["waits"] * 3
     does[number] = "stands still"
     running = started("888", does, beat=0.2, silence=3)
@@ -95,6 +100,7 @@ def test_all_hear_of_a_process_that_stands_still_and_so_does_that_one(
     still.send_signal(signal.SIGCONT)
     assert still.communicate(timeout=120)[0].strip() == f"error: {line}"
     assert still.returncode == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_all_hear_why_a_process_ended() -> None:

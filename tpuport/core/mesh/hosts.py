@@ -12,12 +12,14 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -137,6 +139,7 @@ class Hosts:
     Attributes:
         names: of the hosts, by process.
         lost: why the run is over on all processes; empty while it goes on.
+        scratch: a folder that goes with this process.
 
     Raises:
         HostError: a process did not come, or differs.
@@ -152,6 +155,7 @@ class Hosts:
         self.at = at or Address(("", 0), 1, 0)
         self.names = {self.at.number: socket.gethostname()}
         self.lost, self._remedy = "", remedy
+        self.scratch: Path | None = None
         self._lines: dict[int, _Line] = {}
         self._known, self._over = threading.Event(), threading.Event()
         if at is not None and at.count > 1:
@@ -376,6 +380,8 @@ class Hosts:
         line = in_one_line(f"error: {self.lost}") + "\n"
         # Process 0 may be in the middle of a line.
         os.write(2, (f"\n{line}" if self.first else line).encode())
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
         os._exit(1)
 
     def aborted(self) -> None:
