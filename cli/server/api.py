@@ -6,6 +6,7 @@ import asyncio
 import functools
 import re
 import shutil
+import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,11 @@ def application(service: Service) -> FastAPI:
         body = Refused(error.status_code, message).body()
         return JSONResponse(body, error.status_code)
 
+    @app.exception_handler(sqlite3.OperationalError)
+    async def full(request: Request, error: sqlite3.OperationalError) -> Response:
+        found = Refused(507, f"the jobs cannot be written: {error}")
+        return JSONResponse(found.body(), 507)
+
     @app.exception_handler(Exception)  # the guard hears of the error too
     async def failed(request: Request, error: Exception) -> Response:
         return JSONResponse(Refused(500, "the server has failed").body(), 500)
@@ -350,6 +356,8 @@ def _add_looks(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
+        if service.dispatcher.status == FAILED:
+            return JSONResponse({"status": FAILED}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")

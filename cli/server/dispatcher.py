@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import queue
+import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from tpuport.cli.server.jobs import Job, Jobs
 from tpuport.cli.server.messages import Ended, Gone, Opened, Remark, Told
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.work import (
+    CALLS,
     COMPILING,
     FAILED,
     LOADING,
@@ -43,9 +47,10 @@ TRIES = 3
 WARM_STEPS = 3
 #: What an engine makes for no job.
 _WARM = "warm"
-#: Seconds between two looks at what expires; in which running jobs are kept; and after
-#: which the loss of an idle engine is no fault of its start.
-_SWEEP, _PATIENCE, _LIVES = 5.0, 20.0, 60.0
+#: Seconds between two looks at what expires; that a running job has for its checkpoint
+#: at the end, a step included; and after which the loss of an idle engine is no fault
+#: of its start.
+_SWEEP, _PATIENCE, _LIVES = 5.0, 100.0, 60.0
 
 
 class Dispatcher:
@@ -86,6 +91,7 @@ class Dispatcher:
         ]
         self._waiting: list[Warm] = []  # for one engine; each makes the first shape
         self._alone: set[str] = set()  # jobs that share no call any more
+        self._unwritten: collections.deque[Callable[[], None]] = collections.deque()
         self._closing = False
         self._swept = 0.0
         self._thread = threading.Thread(target=self._run, name="tpuport-jobs")
@@ -94,7 +100,7 @@ class Dispatcher:
 
     def start(self) -> None:
         """Begin; what ran when the last server ended goes on first."""
-        self.jobs.recover()
+        self.jobs.recover(self.keep)
         self.files.remove_unknown(self.jobs)
         self._thread.start()
 
@@ -133,16 +139,10 @@ class Dispatcher:
                 slot.start()
             self._look_at_shapes()
             while not self._closing:
-                for slot in self.slots:
-                    self._give(slot)
+                self._look()
                 self._settle()
                 with contextlib.suppress(queue.Empty):
                     self._hear(*self._inbox.get(timeout=1.0))
-                if time.monotonic() > self._swept + _SWEEP:
-                    self._swept = time.monotonic()
-                    for name in self.jobs.expired():
-                        self.jobs.delete(name)
-                        self._forget(name)
             self._stop()
         except Exception as error:
             if not self._closing:
@@ -150,6 +150,34 @@ class Dispatcher:
                 self._fail(f"the queue ended: {why}")
                 if self.below.debug:
                     raise
+
+    def _look(self) -> None:
+        """Do what is due; a full disk puts it off."""
+        try:
+            while self._unwritten:
+                self._unwritten[0]()
+                self._unwritten.popleft()
+            for slot in self.slots:
+                self._give(slot)
+            if time.monotonic() > self._swept + _SWEEP:
+                self._swept = time.monotonic()
+                for name in self.jobs.expired():
+                    self._forget(name)
+                    self.jobs.delete(name)
+        except (sqlite3.OperationalError, OSError) as error:
+            if not self.error:
+                self.error = one_line(error)
+                say(f"error: {self.error}; jobs wait until the disk can be written")
+        else:
+            self.error = self.error if self.status == FAILED else ""
+
+    def _noted(self, write: Callable[..., None], *given: Any, **how: Any) -> None:
+        """Write to the file of jobs, now or once the disk can be written."""
+        self._unwritten.append(functools.partial(write, *given, **how))
+        if len(self._unwritten) == 1:
+            with contextlib.suppress(sqlite3.OperationalError):
+                self._unwritten[0]()
+                self._unwritten.popleft()
 
     def _fail(self, why: str) -> None:
         self.status, self.error = FAILED, why
@@ -214,17 +242,15 @@ class Dispatcher:
             self._begin(slot, job)
         elif waiting is not None:
             slot.last_was_job = False
+            self._compile(slot, waiting)
             self._waiting.remove(waiting)
             say(f"{slot.name} {waiting.told()}; its jobs wait")
-            self._compile(slot, waiting)
 
     def _can_compile(self, warm: Warm) -> bool:
         return warm.shape.state == ("waiting" if warm.size == 1 else "ready")
 
     def _compile(self, slot: Slot, warm: Warm) -> None:
         shape, name, more = warm.shape, f"{_WARM}-{slot.number}", {}
-        if shape.state == "waiting":
-            shape.state = COMPILING
         self.files.remove(name)  # a call that a lost engine has made is not measured
         if self.image == "required":
             more["image"] = str(self.files.picture(name, shape, {}))
@@ -237,6 +263,8 @@ class Dispatcher:
         ]
         packs = tuple(tuple(left.pop() for _ in range(turn)) for turn in turns)
         self.files.place(name).mkdir(parents=True, exist_ok=True)
+        if shape.state == "waiting":
+            shape.state = COMPILING
         slot.give(Work(name, packs, warm=warm))
 
     def _begin(self, slot: Slot, job: Job) -> None:
@@ -374,17 +402,18 @@ class Dispatcher:
 
     def _end(self, name: str, *, error: str = "", result: Any = None) -> None:
         """A job is done or has failed."""
-        self.jobs.ended(name, self.keep, error=error, result=result)
+        ended = {"error": error, "result": result}
+        self._noted(self.jobs.ended, name, self.keep, **ended)
         if self.jobs.get(name) is None:  # deleted as it ended
             self._forget(name)
             return
         self.metrics.ended("failed" if error else "completed")
         self._alone.discard(name)
-        self.files.remove_calls(name)
+        self.files.remove_calls(name, *CALLS)
 
     def _again(self, name: str, **how: bool) -> None:
         """A job goes back to the queue, unless it was deleted."""
-        self.jobs.again(name, **how)
+        self._noted(self.jobs.again, name, **how)
         if self.jobs.get(name) is None:
             self._forget(name)
 
@@ -496,3 +525,9 @@ class Dispatcher:
                     self._ended(slot, message)  # the last step was the last of the job
                 elif isinstance(message, Ended | Gone):
                     slot.work = None
+        for slot in self.slots:
+            if slot.work and slot.work.jobs:
+                say(
+                    f"{slot.name} has not stopped within {_PATIENCE:.0f} s; its jobs "
+                    "go on from their last checkpoint"
+                )

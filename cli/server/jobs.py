@@ -184,8 +184,11 @@ class Jobs:
 
     def begin(self, names: Sequence[str]) -> None:
         """Note that jobs run from now on."""
-        for name in names:
-            self._set(name, status=RUNNING)
+        marks = ", ".join("?" * len(names))
+        with self._lock:
+            self._base.execute(
+                f"UPDATE jobs SET status = ? WHERE id IN ({marks})", (RUNNING, *names)
+            )
 
     def again(self, name: str, *, lost: bool = False, anew: bool = False) -> None:
         """Put a job that ran back into the queue, where it was.
@@ -201,12 +204,17 @@ class Jobs:
                 (QUEUED, int(not anew), int(lost), name, RUNNING),
             )
 
-    def recover(self) -> None:
-        """Put back what ran when the last server ended."""
+    def recover(self, keep: float) -> None:
+        """Put back what ran when the last server ended.
+
+        Args:
+            keep: seconds after their end until jobs expire, also those that have ended.
+        """
         with self._lock:
             self._base.execute(
                 "UPDATE jobs SET status = ? WHERE status = ?", (QUEUED, RUNNING)
             )
+            self._base.execute("UPDATE jobs SET expires = ended + ?", (keep,))
 
     def ended(
         self, name: str, keep: float, *, error: str = "", result: Any = None

@@ -18,6 +18,9 @@ from tpuport.cli.server.messages import PREVIEW, Make, Stop, Told
 from tpuport.core.enums import StageName
 
 LOADING, COMPILING, READY, FAILED = "loading", "compiling", "ready", "failed"
+#: The folders of calls in that of a job: with others, and all.
+_SHARED = ("+*",)
+CALLS = (*_SHARED, "run-*")
 
 
 class EngineLike(Protocol):
@@ -261,7 +264,7 @@ class Files:
 
     def has_begun(self, name: str) -> bool:
         """Whether a job has a call that was broken off, or a video."""
-        kinds = "+*", "run-*", "video-*.mp4"
+        kinds = *CALLS, "video-*.mp4"
         return any(path for kind in kinds for path in self.place(name).glob(kind))
 
     def picture(self, name: str, shape: Shape, facts: Mapping[str, Any]) -> Path:
@@ -279,10 +282,15 @@ class Files:
         """Remove the folder of a job."""
         shutil.rmtree(self.place(name), ignore_errors=True)
 
-    def remove_calls(self, name: str) -> None:
-        """Remove what is kept of calls with others, which nobody goes on with."""
-        for path in self.place(name).glob("+*"):
-            shutil.rmtree(path, ignore_errors=True)
+    def remove_calls(self, name: str, *kinds: str) -> None:
+        """Remove what is kept of calls that nobody goes on with.
+
+        Args:
+            kinds: patterns of their folders; by default of calls with others.
+        """
+        for kind in kinds or _SHARED:
+            for path in self.place(name).glob(kind):
+                shutil.rmtree(path, ignore_errors=True)
 
     def remove_unknown(self, jobs: Jobs) -> None:
         """Remove the folders of jobs that a killed server had forgotten already."""

@@ -13,15 +13,18 @@ from fastapi.testclient import TestClient
 from tpuport.cli.server.api import FREE, Service, application
 from tpuport.cli.server.fields import Limits
 from tpuport.cli.server.guard import Guard
-from tpuport.cli.server.jobs import Jobs
+from tpuport.cli.server.jobs import FAILED, Job, Jobs
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.work import READY
+
+NAME = "video_1"
 
 
 def test_a_full_disk_takes_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = Jobs(tmp_path / "jobs.sqlite3")
+    assert jobs.add(Job(id=NAME, owner="", asked={}), 9)
     files = SimpleNamespace(folder=tmp_path)
     made: Any = SimpleNamespace(status=READY, error="", jobs=jobs, files=files)
     service = Service(
@@ -44,3 +47,8 @@ def test_a_full_disk_takes_no_job(
     )
     free = FREE
     assert client.post("/v1/videos", content=b"{").status_code == 400
+    jobs._base.execute("PRAGMA query_only = ON")  # as where a journal has no room
+    answer = client.delete(f"/v1/videos/{NAME}")
+    assert (answer.status_code, "cannot be written" in answer.text) == (507, True)
+    made.status = FAILED
+    assert client.get("/health").status_code == 503

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,12 +13,8 @@ from tests.cli.server.conftest import Server
 from tests.cli.server.running import until
 from tpuport.cli.server import dispatcher
 from tpuport.cli.server.dispatcher import TRIES
-from tpuport.cli.server.jobs import COMPLETED, QUEUED, RUNNING
-from tpuport.cli.server.messages import (
-    Gone,
-    Stop,
-    Told,
-)
+from tpuport.cli.server.jobs import COMPLETED, FAILED, QUEUED, RUNNING
+from tpuport.cli.server.messages import Gone, Stop, Told
 from tpuport.cli.server.work import READY, Work, sizes_up_to
 
 
@@ -186,3 +183,59 @@ def test_the_time_left_is_that_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_sizes_of_calls_that_are_tried() -> None:
     assert [sizes_up_to(n) for n in (1, 2, 5, 8)] == [[], [2], [2, 4, 5], [2, 4, 8]]
+
+
+class Full:
+    """A file of jobs on a disk without room."""
+
+    def __init__(self, base: sqlite3.Connection) -> None:
+        self._base = base
+
+    def execute(self, text: str, *values: Any) -> sqlite3.Cursor:
+        if not text.startswith("SELECT"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._base.execute(text, *values)
+
+    def close(self) -> None:
+        self._base.close()
+
+
+def test_jobs_wait_while_the_disk_is_full(serve: Callable[..., Server]) -> None:
+    server = serve()
+    base = server.jobs._base
+    server.add("fox")
+    server.add("hen")
+    server.jobs._base = full = cast("Any", Full(base))
+    server.warm()
+    until(lambda: "disk is full" in server.made.error)
+    assert (server.status("fox"), server.made.status) == (QUEUED, READY)
+    server.jobs._base = base
+    server.runs("fox")
+    assert server.made.error == ""
+    run = server.made.files.place("fox") / "run-0"
+    run.mkdir()
+    server.jobs._base = full
+    server.engine().end(error="no frames")
+    until(lambda: server.made.error)
+    assert (server.status("fox"), server.status("hen")) == (RUNNING, QUEUED)
+    server.jobs._base = base
+    server.runs("hen")
+    assert server.status("fox") == FAILED
+    assert not run.exists()
+
+
+def test_an_engine_that_does_not_stop_is_told_of(
+    serve: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(dispatcher, "_PATIENCE", 0.1)
+    server = serve()
+    server.warm()
+    server.add("fox")
+    server.made.wake()
+    server.runs("fox")
+    server.made.close()
+    assert "engine 1 has not stopped within 0 s; its jobs go on" in (
+        capsys.readouterr().err
+    )

@@ -28,7 +28,7 @@ def test_jobs_run_in_order_and_one_that_ran_is_first_again(tmp_path: Path) -> No
     assert add(jobs, "c", limit=2)
     jobs.close()  # as a kill leaves the file
     jobs = Jobs(tmp_path / "jobs")
-    jobs.recover()
+    jobs.recover(60.0)
     found = jobs.oldest()
     assert found is not None
     assert (found.id, found.tries, jobs.position(found)) == ("a", 0, 1)
@@ -86,6 +86,8 @@ def test_what_ended_expires_and_a_job_that_is_gone_stays_gone(tmp_path: Path) ->
     found = jobs.get("a")
     assert found is not None
     assert found.result == {"total_seconds": 1}
+    jobs.recover(keep=60)
+    assert jobs.expired() == []
     assert abs((found.ended or 0) - time.time()) < 60
 
 
