@@ -131,6 +131,7 @@ class Batch:
         total = self.before + self.left
         if not self.left:
             return
+        self.folder.used()
         waiting = [one for queue in self.waiting.values() for one in queue]
         if count := sum(
             _has_file(r) and (r.settings.batch_size or 1) > 1 for r in waiting

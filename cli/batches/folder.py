@@ -39,7 +39,8 @@ class BatchFolder:
 
     An object of a store is put whole, and the last one is the sidecar. So a video of
     the right size is the right one. Nothing can be added to an object: both files of
-    lines are put anew, every :data:`_SECONDS` seconds and at the end.
+    lines are put anew, every :data:`_SECONDS` seconds and at the end. ``results.jsonl``
+    makes the folder a batch's, and is put before anything else is.
 
     Args:
         path: for the videos.
@@ -51,10 +52,12 @@ class BatchFolder:
         assert isinstance(path, Path) or local is not None
         self._local: Path = local or path  # type: ignore[assignment]
         self.results, self.errors = path / RESULTS, path / ERRORS
-        #: Of a store: what the files hold, those not put yet, and when some were.
+        #: Of a store: what the files hold, those not put yet, when some were, and
+        #: whether the results are there.
         self._lines: dict[AnyPath, str] = {self.results: "", self.errors: ""}
         self._late: set[AnyPath] = set()
         self._put = time.monotonic()
+        self._known = True
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -70,8 +73,7 @@ class BatchFolder:
             new = not self.results.exists()
             if isinstance(self.results, Path):
                 self._append(self.results, [])
-            elif new:
-                self.results.write_bytes(b"")
+            self._known = self.results.exists()
             try:
                 yield
                 self._sweep()
@@ -79,23 +81,24 @@ class BatchFolder:
                 with contextlib.suppress(StoreError):  # the first error is told
                     self._put_late()
                 remove_empty([self._local / RUNS])
-                if new:
-                    self._remove_if_empty()
+                if new and isinstance(self.results, Path):
+                    self._remove_if_empty(self.results)
                 raise
             self._put_late()
             remove_empty([self._local / RUNS])
 
-    def _remove_if_empty(self) -> None:
-        """Remove the file that makes a folder a batch's, if that is all there is.
-
-        The object of a store stays: another machine may have just begun with it.
-        """
-        if not isinstance(self.results, Path):
-            return
+    def _remove_if_empty(self, results: Path) -> None:
+        """Remove the file that makes a folder a batch's, if that is all there is."""
         with contextlib.suppress(OSError):
-            there = {p.name for p in self.results.parent.iterdir()} - {LOCK_FILE}
-            if there == {RESULTS} and not self.results.read_bytes():
-                self.results.unlink()
+            there = {p.name for p in results.parent.iterdir()} - {LOCK_FILE}
+            if there == {RESULTS} and not results.read_bytes():
+                results.unlink()
+
+    def used(self) -> None:
+        """Make a folder of a store a batch's: videos are about to come."""
+        if not self._known:
+            self._late.add(self.results)
+            self._put_late()
 
     def _check_own(self) -> None:
         ours, what = self.results.exists(), "is of no batch"
@@ -195,13 +198,18 @@ class BatchFolder:
             return
         assert isinstance(self.errors, StorePath)
         self._lines[self.results] = text
-        self._late.add(self.results)
-        self._put_late()
+        if text.encode() != self._read():
+            self._late.add(self.results)
+            self._put_late()
         self.errors.remove()
+
+    def _read(self) -> bytes:
+        """The results as they are; empty where a store has none yet."""
+        return self.results.read_bytes() if self._known else b""
 
     def _kept(self) -> Iterator[dict[str, Any]]:
         """The records of before; what a kill left of a line is no record."""
-        for line in self.results.read_bytes().split(b"\n"):
+        for line in self._read().split(b"\n"):
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("file"), str):
@@ -238,10 +246,13 @@ class BatchFolder:
 
     def _put_late(self) -> None:
         """Put the files of lines into the store, as they are now."""
-        for file in sorted(self._late, key=str):
+        if self._late and not self._known:
+            self._late.add(self.results)
+        for file in [f for f in self._lines if f in self._late]:  # the results first
             assert isinstance(file, StorePath)
             file.write_bytes(self._lines[file].encode())
             self._late.remove(file)
+            self._known = True
         self._put = time.monotonic()
 
 

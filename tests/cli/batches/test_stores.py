@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import s3fs
 
 from tests.cli.batches.test_local import FLAGS, alone, write
@@ -27,8 +28,20 @@ def records(name: str) -> list[dict[str, Any]]:
 
 
 def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
-    cli: Cli, cache: Path, folder: Path, store: s3fs.S3FileSystem
+    cli: Cli,
+    cache: Path,
+    folder: Path,
+    store: s3fs.S3FileSystem,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    put = StorePath.put
+
+    def seen(self: StorePath, file: Path, **how: Any) -> None:
+        # Else a kill would leave a folder that is of no batch.
+        assert (OUT / "results.jsonl").exists()
+        put(self, file, **how)
+
+    monkeypatch.setattr(StorePath, "put", seen)
     lines: list[dict[str, Any]] = [
         {"prompt": "a fox", "size": "32x16", "id": "fox"},
         {"prompt": "a cat", "size": "16x16", "seed": [3, 4], "out": "cat/"},
@@ -79,8 +92,14 @@ def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
     cli.refused("s3://none: cannot be written", *asked, "--out", "s3://none", code=1)
     dead = (*asked, "--out", "s3://bucket/new", "--ray", "127.0.0.1:1")
     cli.refused("there is no cluster", *dead)
-    # Another machine may have just begun with the object.
-    assert list(StorePath("s3", "bucket/new").files()) == ["results.jsonl"]
+    assert not StorePath("s3", "bucket/new").files()
+    assert not list((cache / "batches").rglob("*"))
+    # Bad lines alone are noted, and the same command goes on.
+    write({"prompt": "a fox", "size": "20x20", "id": "odd", "steps": "many"})
+    for _ in range(2):
+        assert cli(*asked, "--out", "s3://bucket/bad").json["failed"] == 1
+    bad = sorted(StorePath("s3", "bucket/bad").files())
+    assert bad == ["errors.jsonl", "results.jsonl"]
 
 
 def test_after_a_kill_the_checkpoint_is_on_this_machine(
