@@ -1,17 +1,77 @@
-"""Files from the hub or from a store, with progress for people."""
+"""What names weights: a folder, or what is fetched from the hub or from a store."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stores import StorePath, fetched, place
+from tpuport.core.files.typed import read_json
 from tpuport.core.reports import Reporter
-from tpuport.errors import HubError
+from tpuport.errors import HubError, MissingWeightsError, WeightsError, damaged
+
+#: The files that name a pipeline and its components; the second, of one made of blocks.
+INDEXES = ("model_index.json", "modular_model_index.json")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def local_folder(weights: str | Path) -> Path | None:
+    """The folder that ``weights`` names; ``None`` for a hub id or a store's address.
+
+    Raises:
+        MissingWeightsError: there is no such folder, and it cannot be a hub id.
+    """
+    text = str(weights)
+    folder = place(text)
+    if isinstance(folder, StorePath):
+        return None
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise MissingWeightsError(
+            f"weights {text!r} is a file; a folder in the diffusers layout is needed"
+        )
+    if isinstance(weights, str) and _HUB_ID.fullmatch(text):
+        return None
+    raise MissingWeightsError(
+        f"weights folder {text!r} does not exist, and it is not a hub id "
+        "(owner/name) either"
+    )
+
+
+def read_index(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The name and the content of the file that names a pipeline.
+
+    Raises:
+        WeightsError: there is none, or it is no JSON object.
+    """
+    there = [name for name in INDEXES if (folder / name).is_file()]
+    name = there[0] if there else INDEXES[0]
+    return name, read_object(folder / name)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint.
+
+    Raises:
+        WeightsError: there is none.
+    """
+    try:
+        data = read_json(path, WeightsError, "download the file again")
+    except FileNotFoundError:
+        raise WeightsError(
+            f"{path} is missing; the folder is not a diffusers checkpoint (one has "
+            f"{' or '.join(INDEXES)}, and a folder per component)"
+        ) from None
+    if not isinstance(data, dict):
+        raise damaged(f"{path} is not a JSON object")
+    return data
 
 
 def fetch(
