@@ -107,7 +107,7 @@ def port(
         return port_module(target, wanted, reporter)
     pipeline = type(target).__name__
     wanted = claimed_target(pipeline, placed, settings, reporter)
-    built = executables_for(pipeline, placed, settings, reporter)
+    built = executables_for(pipeline, wanted, settings, reporter)
     if built is not None:
         built.check_modules(target.components)
     if settings.lora:

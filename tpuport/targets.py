@@ -117,9 +117,9 @@ def matched_loras(
 
 
 def executables_for(
-    pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
+    pipeline: str, target: Target, settings: RunSettings, reporter: Reporter
 ) -> BuiltFolder | None:
-    """The executables that the settings name, found to be for this pipeline and mesh.
+    """The executables that the settings name, found to be for this pipeline and target.
 
     Raises:
         ArtifactError: the folder is damaged, or for something else.
@@ -139,11 +139,20 @@ def executables_for(
             )
         folder = fetched(folder, BUILT, settings.cache_dir, reporter)
     found = BuiltFolder.open(Path(folder), reporter)
-    about: dict[str, Any] = {"attention": str(settings.attention)}
+    about = made_with(target, settings)
     if settings.dtype is not None:
         about["dtype"] = str(settings.dtype)
-    found.check(placed.mesh, settings.weights_on, pipeline=pipeline, **about)
+    found.check(target.mesh, settings.weights_on, pipeline=pipeline, **about)
     return found
+
+
+def made_with(target: Target, settings: RunSettings) -> dict[str, Any]:
+    """What executables are made with, and no key of a program says by name."""
+    return {
+        "attention": str(settings.attention),
+        "blocks": str(target.blocks),
+        "vae": settings.vae,
+    }
 
 
 def claimed_target(

@@ -199,6 +199,8 @@ _OF_THE_COMMAND = ("json", "debug", "report", "cache_dir", "overwrite")
 #: Settings of one source that exclude each other.
 _EITHER = (
     *(("size", "height"), ("size", "width"), ("image", "video")),
+    *(("resolution", name) for name in ("size", "height", "width")),
+    *(("aspect_ratio", name) for name in ("size", "height", "width")),
     ("prompt", "prompt_file"),
 )
 
@@ -368,7 +370,7 @@ def _read_yaml(
 
     ``own`` are names beside the table's; ``used`` are offered where one is unknown.
     """
-    return _named(_load_mapping(file), f"config file {file}", own, used)
+    return _named(_load_mapping(file), f"--config {file}", own, used)
 
 
 def _named(
@@ -414,7 +416,7 @@ def _load_mapping(file: str) -> dict[Any, Any]:
             if self.check_event(yaml.AliasEvent):
                 event = self.peek_event()  # type: ignore[no-untyped-call]
                 raise UsageError(
-                    f"config file {file}: line {event.start_mark.line + 1} has the "
+                    f"--config {file}: line {event.start_mark.line + 1} has the "
                     f"alias *{event.anchor}; write the value out"
                 )
             return super().compose_node(parent, index)
@@ -425,26 +427,24 @@ def _load_mapping(file: str) -> dict[Any, Any]:
                 line = key.start_mark.line + 1
                 if line != first.setdefault(str(key.value), line):
                     raise UsageError(
-                        f"config file {file}: lines {first[str(key.value)]} and {line} "
+                        f"--config {file}: lines {first[str(key.value)]} and {line} "
                         f"both have the key {key.value!r}; keep one of them"
                     )
             return super().construct_mapping(node, deep)
 
     path = read_value(kinds.path, file, "--config")
-    text = read_text(path, "config file")
+    text = read_text(path, "--config")
     try:
         data = yaml.load(text, Strict)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(
-            f"config file {file} is not YAML: {one_line(error)}"
-        ) from error
+        raise UsageError(f"--config {file} is not YAML: {one_line(error)}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise UsageError(
-            f"config file {file} holds {type(data).__name__}; write one `key: value` "
+            f"--config {file} holds {type(data).__name__}; write one `key: value` "
             "on each line"
         )
     return data

@@ -20,6 +20,7 @@ from tpuport.cli.shown import signals
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.run.progress import Display
+from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import TpuportError, UsageError
 
 #: In place of an address: a cluster of this machine, for this command.
@@ -76,7 +77,7 @@ def slice_of(ray: str | None, replicas: int | None, topology: str | None) -> Sli
         return Slice()
     if cpus := _CPUS.fullmatch(topology):
         return Slice(hosts=int(cpus[1]))
-    found = parse_topology(topology)
+    found = read_value(parse_topology, topology, "--topology")
     return Slice(topology=found, hosts=hosts_of(found))
 
 

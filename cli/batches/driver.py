@@ -11,21 +11,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tpuport.cli.asked.first import check_read
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Ended, Replicas
 from tpuport.cli.batches.packs import Pack, lines, packs, smaller
 from tpuport.cli.batches.requests import RUNS, Request, read_requests
+from tpuport.cli.runs.variants import check_model
+from tpuport.cli.shown.output import say
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stores import AnyPath
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
-from tpuport.errors import UsageError
+from tpuport.errors import ArtifactError, UsageError, WeightsError, in_one_line
 
 #: Replicas that a request may lose before it is given up.
 TRIES = 3
 #: Requests that are looked up at a time; a store answers each after a while.
 _LOOKS = 16
+#: Lines with errors that are told at once.
+_TOLD = 3
 
 
 @dataclass(kw_only=True)
@@ -108,8 +113,9 @@ class Batch:
                 self.before += 1
                 continue
             try:
+                _check(request.settings)
                 self.folder.clear(request, overwrite=overwrite)
-            except (UsageError, OSError) as error:
+            except (UsageError, ArtifactError, WeightsError, OSError) as error:
                 errors.append((request.line, request.key, one_line(error)))
                 continue
             unfinished |= set(map(self.folder.name_of, request.paths))
@@ -118,8 +124,16 @@ class Batch:
             own = replace(request, settings=own)
             self.waiting.setdefault(request.shape, deque()).append(own)
         self.folder.begin(done, unfinished)
-        for line, key, why in sorted(errors, key=lambda one: one[0]):
+        errors.sort(key=lambda one: one[0])
+        for line, key, why in errors:
             self._fail(line, key, why)
+        if errors:
+            say(f"{plural(len(errors), 'line')} with errors, left out:")
+        for line, _, why in errors[:_TOLD]:
+            told = f"line {line}: {why.removeprefix(f'line {line}: ')}"
+            say(f"  {in_one_line(told)}")
+        if left := len(errors[_TOLD:]):
+            say(f"  and {left} more in {self.folder.errors}")
 
     @property
     def left(self) -> int:
@@ -256,6 +270,9 @@ class Batch:
     def told(self) -> str:
         """What became of the requests, in words."""
         text = f"{plural(self.before + self.made, 'request')} done"
+        if self.before:
+            some = f", {self.before} of them" * bool(self.made)
+            text += f"{some} by an earlier run"
         text += f", {self.failed} failed" * bool(self.failed)
         return text + f", {self.left} left" * bool(self.left)
 
@@ -274,6 +291,12 @@ class Batch:
             "results": str(self.folder.results),
             "errors": str(self.folder.errors) if self.failed else None,
         }
+
+
+def _check(settings: Settings) -> None:
+    """Refuse a request as far as no library is needed."""
+    check_read(settings, opened=False)
+    check_model(settings)
 
 
 def _has_file(request: Request) -> bool:

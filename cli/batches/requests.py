@@ -11,13 +11,19 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tpuport.cli.asked.first import count_of
 from tpuport.cli.asked.settings import Settings, of_line
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.run_lock import LOCK_FILE
 from tpuport.core.files.stores import AnyPath
 from tpuport.core.files.typed import read_text
 from tpuport.core.files.video_file import numbered, output_of
-from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
+from tpuport.core.spec.run_settings import (
+    Asked,
+    RunSettings,
+    defaults_of,
+    read_value,
+)
 from tpuport.errors import TpuportError, UsageError, quoted
 
 #: What decides nothing of a video: where files are, and how a run is looked at.
@@ -74,7 +80,7 @@ class Request:
     @property
     def count(self) -> int:
         """How many videos."""
-        return max(len(self.settings.prompt), 1) * len(self.settings.seed)
+        return count_of(self.settings)
 
     @property
     def alone(self) -> bool:
@@ -102,7 +108,7 @@ def read_requests(
         if not line.strip():
             continue
         try:
-            where = f"{file} line {number}"
+            where = f"line {number}"
             yield request_of(number, object_of(line, where), where, folder, below)
         except (TpuportError, OSError, RuntimeError) as error:
             yield number, one_line(error)
@@ -139,7 +145,7 @@ def request_of(
         )
     if Path(out).name in (RUNS, RESULTS, ERRORS, LOCK_FILE):
         raise UsageError(f"{where}: out: {quoted(out)} is a file of the batch itself")
-    output_of(out)  # refuses what is no video
+    read_value(output_of, out, f"{where}: out")  # refuses what is no video
     place = f"{folder / out}{'/' * out.endswith('/')}"
     programs = {n: v for n, v in decides.items() if n not in _VALUES}
     given = {n: True for n in _READ if n in decides}
@@ -181,9 +187,9 @@ def object_of(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{where} is not JSON: {one_line(error)}") from error
+        raise UsageError(f"{where}: is not JSON: {one_line(error)}") from error
     if not isinstance(values, dict):
-        raise UsageError(f'{where} is not a JSON object such as {{"prompt": "a fox"}}')
+        raise UsageError(f'{where}: is not a JSON object such as {{"prompt": "a fox"}}')
     return values
 
 

@@ -69,7 +69,9 @@ def batch(
     started = time.perf_counter()
     file = read_value(kinds.path, requests, "FILE")
     if not settings.out:
-        raise UsageError("--out is missing; name the folder for the videos")
+        raise UsageError(
+            "--out is missing; name the folder for the videos, such as --out videos"
+        )
     place = read_value(kinds.any_path, settings.out, "--out")
     if isinstance(place, Path):
         folder = BatchFolder(place.absolute())

@@ -10,10 +10,11 @@ from typing import Any
 import typer
 
 from tpuport.cli.asked.environment import prepare, running
+from tpuport.cli.asked.first import check_run
 from tpuport.cli.asked.many_hosts import joined
 from tpuport.cli.asked.options import command, flag, refuse_options
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.variants import with_model
+from tpuport.cli.runs.variants import check_model, with_model
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.tables import columns
@@ -71,6 +72,8 @@ def bench(
     caches = [settings.step_cache] if settings.step_cache else []
     if quality and not caches:
         caches = [StepCache(method=name) for name in METHODS]
+    check_run(settings)
+    check_model(settings, prompt=False)
     settings = with_model(settings)
     how: dict[str, Any] = {"repeat": repeat, "against": against, "caches": caches}
     how |= {"opened": time.perf_counter(), "load": os.getloadavg()[0]}

@@ -16,15 +16,19 @@ from tpuport.cli.asked.environment import (
     prepare_small_meshes,
     prepare_topology,
 )
+from tpuport.cli.asked.first import check_read
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Blocks
+from tpuport.core.mesh.slices import parse_topology
 from tpuport.core.plan.source_scan import Finding, by_kind, scan, sources_in
 from tpuport.core.reports import bytes_text, plural, seconds_text
 from tpuport.core.run.progress import Display
-from tpuport.errors import UsageError
+from tpuport.core.spec.run_settings import read_value
+from tpuport.core.weights.hub import local_folder
+from tpuport.errors import MissingWeightsError, UsageError, did_you_mean, quoted
 from tpuport.plugins import find_plugin, model_plugins
 
 if TYPE_CHECKING:
@@ -58,9 +62,8 @@ def check_(
 
     Example: tpuport check ltx --topology v6e-8
     """
-    from tpuport.core.mesh.slices import parse_topology
-
-    found = None if no_plan else parse_topology(topology)
+    found = None if no_plan else read_value(parse_topology, topology, "--topology")
+    _check_name(name, settings)
     prepare_small_meshes()
     if found is not None:
         prepare_topology(found)
@@ -83,6 +86,29 @@ def check_(
     give_out(document, as_json=settings.json)
     if not checked.good:
         raise typer.Exit(1)
+
+
+def _check_name(name: str, settings: Settings) -> None:
+    """Refuse what is no plugin, no folder and no hub id, before imports."""
+    place = Path(name).expanduser()
+    if settings.weights:
+        check_read(settings)
+        return
+    if find_plugin(name) is not None or (place / "pyproject.toml").is_file():
+        return
+    try:
+        folder = local_folder(name)
+    except MissingWeightsError:
+        known = [plugin.name for plugin in model_plugins()]
+        hint = did_you_mean(name, known, f"the plugins are {', '.join(known)}")
+        raise UsageError(
+            f"{quoted(name)} is no plugin, no folder and no hub id; {hint}"
+        ) from None
+    if folder is not None and not [*folder.glob("*model_index.json")]:
+        raise UsageError(
+            f"{place} has neither model_index.json, as a pipeline has, nor "
+            "pyproject.toml, as a plugin's package has"
+        )
 
 
 def _text(found: Checked) -> Iterator[str]:
@@ -190,7 +216,10 @@ def _patches() -> dict[str, str]:
     out=flag("--out FOLDER", "A new folder. (default: NAME)"),
 )
 def new_model(
-    settings: Settings, name: str, pipeline: str, out: str | None = None
+    settings: Settings,
+    name: str,
+    pipeline: str | None = None,
+    out: str | None = None,
 ) -> None:
     """Write a package with a plugin for a pipeline class.
 
@@ -203,6 +232,12 @@ def new_model(
     prepare(debug=settings.debug)
     folder = Path(out or name).expanduser()
     package = _checked(name, folder)
+    if pipeline is None:
+        raise UsageError(
+            "--class is missing; name a pipeline of diffusers, such as --class "
+            "WanPipeline"
+        )
+    check_read(settings)
     with Display(signals.check) as display:
         import_libraries(display)
         from tpuport.cli.runs.new_package import new_package

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import tempfile
@@ -19,19 +20,20 @@ from tpuport.cli.asked.environment import (
     prepare_topology,
     running,
 )
+from tpuport.cli.asked.first import check_read, check_written
 from tpuport.cli.asked.many_hosts import joined
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.variants import with_model
+from tpuport.cli.runs.variants import check_model, with_model
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import WeightsOn
 from tpuport.core.files.fingerprint import fingerprint_files, versions
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.stores import begun, ended
 from tpuport.core.mesh.hosts import here
-from tpuport.core.mesh.slices import topology_devices
+from tpuport.core.mesh.slices import parse_topology, topology_devices
 from tpuport.core.programs.folder_place import BUILT, MANIFEST, check_place
-from tpuport.core.reports import bytes_text, plural
+from tpuport.core.reports import Reporter, bytes_text, plural
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import UsageError
@@ -72,9 +74,11 @@ def compile_(
 
     Example: tpuport compile --topology v6e-8 --variant 5b --out programs
     """
-    found = _prepare_devices(topology, debug=settings.debug)
+    found = _prepare_devices(topology, settings)
     if not settings.out:
-        raise UsageError("--out is missing; name the folder for the executables")
+        raise UsageError(
+            "--out is missing; name the folder for the executables, such as --out built"
+        )
     with joined(settings) as own, contextlib.ExitStack() as stack:
         here().same({"--topology": topology, "--stage": str(stage)})
         if here().several and topology != LOCAL:
@@ -89,21 +93,24 @@ def compile_(
         give_out(document, as_json=own.json, report=own.report)
 
 
-def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
+def _prepare_devices(name: str, settings: Settings) -> Topology | None:
     """Set the process up for the devices named; a TPU topology is returned."""
-    from tpuport.core.mesh.slices import parse_topology
-
     virtual = re.fullmatch(r"cpu-([1-9][0-9]*)", name)
     if name == LOCAL or virtual:
         if virtual:
+            if settings.mesh is not None:
+                settings.mesh.resolve(int(virtual[1]))
             os.environ["JAX_PLATFORMS"] = "cpu"
             flag = f"--xla_force_host_platform_device_count={virtual[1]}"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-        prepare(debug=debug)
+        prepare(debug=settings.debug)
         return None
-    found = parse_topology(name, others="local, or cpu-8")
+    known = functools.partial(parse_topology, others="local, or cpu-8")
+    found = read_value(known, name, "--topology")
+    if settings.mesh is not None:
+        settings.mesh.resolve(found.devices)
     prepare_topology(found)
-    prepare(debug=debug)
+    prepare(debug=settings.debug)
     return found
 
 
@@ -152,12 +159,13 @@ def _compile(
     started = time.perf_counter()
     asked = read_value(kinds.any_path, settings.out, "--out")
     check_place(asked)
-    if topology is not None and settings.mesh is not None:
-        settings.mesh.resolve(topology.devices)
     for stage in stages or ():
         if stage not in STAGES:
             raise UsageError(f"--stage {stage!r}: choose one of {', '.join(STAGES)}")
     wanted = [n for n in STAGES if not stages or n in stages]
+    check_read(settings)
+    check_written(replace(settings, out=None), 1)
+    check_model(settings, prompt=False)
     settings = with_model(settings, weights=False)
     with running(settings) as display:
         from tpuport.cli.runs.planning import prepared
@@ -182,7 +190,7 @@ def _compile(
             "pipeline": call.folder.class_name,
             "mesh": str(placed.spec),
             "dtype": str(call.settings.dtype),
-            "attention": str(settings.attention),
+            **targets.made_with(call.target(placed, Reporter()), call.settings),
         }
         entries = [one.entry for one in built]
         write_manifest(folder, entries, about, display.say)

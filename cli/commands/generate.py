@@ -9,11 +9,12 @@ from pathlib import Path
 import typer
 
 from tpuport.cli.asked.environment import cache_folder, prepare, running
+from tpuport.cli.asked.first import check_run
 from tpuport.cli.asked.many_hosts import joined
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import kept_run, look, out_of
-from tpuport.cli.runs.variants import with_model
+from tpuport.cli.runs.variants import check_model, with_model
 from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import RUN_FILE, run_file
 from tpuport.core.mesh.hosts import here
@@ -59,6 +60,8 @@ def encode(settings: Settings) -> None:
 
 
 def _begin(settings: Settings, started: float, command: str) -> None:
+    check_run(settings)
+    check_model(settings)
     settings = with_model(settings)
     with running(settings) as display:
         from tpuport.cli.runs.staged import begin_run
@@ -68,6 +71,7 @@ def _begin(settings: Settings, started: float, command: str) -> None:
 
 def _go_on(settings: Settings, started: float, stage: StageName | None) -> None:
     assert settings.run_dir is not None
+    check_run(settings)
     if here().first:
         run_file(settings.run_dir)  # refused before torch is imported
     with running(settings) as display:
@@ -80,7 +84,7 @@ def _started(settings: Settings) -> float:
     """When the command began; refuses settings without a run directory."""
     prepare(debug=settings.debug)
     if settings.run_dir is None:
-        raise UsageError("--run-dir is missing; name the folder of the run")
+        raise UsageError("--run-dir is missing; name a folder, such as --run-dir fox")
     return time.perf_counter()
 
 

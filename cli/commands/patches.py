@@ -21,6 +21,7 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import version
 from tpuport.core.reports import plural
 from tpuport.core.spec.model_plugin import ModelPlugin
+from tpuport.core.spec.run_settings import read_value
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
 from tpuport.core.tracing.patching import Patch, inspect_patches
 from tpuport.errors import PatchError, UsageError, did_you_mean
@@ -69,7 +70,9 @@ def patches(
     Example: tpuport patches layer_norm
     """
     entries: list[Entry] = []
-    models = model_plugins() if model is None else [get_model(model)]
+    models = model_plugins()
+    if model is not None:
+        models = [read_value(get_model, model, "--model")]
     prepare(debug=settings.debug)
     with looking("looking at upstream's code"):
         known = _names(models)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from tpuport.cli.asked.environment import prepare, prepare_topology, running
+from tpuport.cli.asked.first import check_run
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.slices import Comparison, Offer, deadline_of, prices, topologies
-from tpuport.cli.runs.variants import with_model
+from tpuport.cli.runs.variants import check_model, with_model
 from tpuport.cli.shown import plan_text
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.mesh.slices import known_topologies
 from tpuport.core.plan.dump_folder import check_dump
 from tpuport.errors import UsageError
 
@@ -49,7 +51,7 @@ ALL = "all"
 )
 def plan(
     settings: Settings,
-    topology: str,
+    topology: str | None = None,
     slices: int = 1,
     price: list[str] | None = None,
     deadline: str | None = None,
@@ -66,13 +68,18 @@ def plan(
 
     Example: tpuport plan --topology v6e-8 --variant 5b
     """
+    if topology is None:
+        raise UsageError(
+            "--topology is missing; name a slice, such as --topology v6e-8; there are "
+            f"{known_topologies()}"
+        )
     asked = topologies(topology, slices)
     costs, limit = prices(price or (), asked), deadline_of(deadline)
     comparing = len(asked) > 1 or bool(costs) or deadline is not None
     for one in asked:
         prepare_topology(one)
     prepare(debug=settings.debug)
-    stages = _stages(stage or (ALL if comparing else StageName.DENOISE))
+    stages = _stages(stage, ALL if comparing else StageName.DENOISE)
     for one in asked:
         if settings.mesh is not None:
             # The table of slices knows how many there are; nothing need be loaded.
@@ -85,6 +92,8 @@ def plan(
                 "--dump is of one slice: name one, without --price and --deadline"
             )
         check_dump(folder)
+    check_run(settings)
+    check_model(settings, prompt=False)
     settings = with_model(settings, weights=False)
     with running(settings) as display:
         from tpuport.cli.runs.planning import plan_run
@@ -111,7 +120,8 @@ def plan(
     give_out(document, as_json=settings.json, text=[text], report=settings.report)
 
 
-def _stages(asked: str) -> list[str]:
+def _stages(asked: str | None, default: str) -> list[str]:
+    asked = default if asked is None else asked
     if asked == ALL:
         return list(STAGES)
     wanted = [name.strip() for name in asked.split(",")]

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from tpuport.cli.asked.environment import prepare, running
+from tpuport.cli.asked.first import check_read, check_written
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import give_out, say
@@ -31,7 +32,9 @@ def replay(settings: Settings, file: str) -> None:
     started = time.perf_counter()
     prepare(debug=settings.debug)
     sidecar = _sidecar_of(Path(here(file)).expanduser())
-    read_sidecar(sidecar)  # refused before torch is imported
+    read_sidecar(sidecar)  # refused before torch is imported, as all of these
+    check_read(settings)
+    check_written(settings, 1, [sidecar, sidecar.with_suffix("")])
     with running(settings) as display:
         from tpuport.cli.runs.replayed import replayed
 

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.environment import DEFAULT_MODEL, check_cache, prepare
+from tpuport.cli.asked.first import check_read
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings, of_server
 from tpuport.cli.batches.cluster import Slice, slice_of
+from tpuport.cli.runs.variants import check_model
 from tpuport.cli.server.fields import Limits, Shape
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
+from tpuport.core.files.folders import check_folder
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import kinds
@@ -92,8 +95,11 @@ def serve(
     found = [read_value(Shape.parse, one, "--shapes") for one in shapes or ()]
     file = place(api_key_file, "--api-key-file")
     named = _loras(place(loras, "--loras"))
+    of_all = of_server(settings)
+    check_read(of_all)
+    check_model(of_all, prompt=False)
     asked = _Asked(
-        below=_here(of_server(settings)),
+        below=_here(of_all),
         shapes=list({shape.key: shape for shape in found}.values()),
         keys=() if file is None else read_keys(file),
         limits=Limits(steps=max_steps, loras=named),
@@ -103,6 +109,7 @@ def serve(
     )
     cluster = _Cluster(ray, replicas, _slice_of_one_host(ray, replicas, topology))
     own = place(folder, "--folder") or check_cache(settings) / "serve"
+    check_folder("--folder", own)
     with (
         _listening(host, port) as listening,
         working_in(own),

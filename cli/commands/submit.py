@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuport.cli.asked.first import outputs_of
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import check_report, give_out, say
 from tpuport.core.enums import Backend
 from tpuport.core.files.atomic import cannot_write, flush, replacing, temporary_beside
-from tpuport.core.files.outputs import Outputs, plan_outputs
+from tpuport.core.files.outputs import Outputs
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes, sidecar_path
+from tpuport.core.files.sources import check_image
 from tpuport.core.files.typed import read_text
 from tpuport.core.files.video_file import free_output, put_file
 from tpuport.core.reports import StageReport
@@ -73,9 +75,7 @@ def submit(
     fields = {} if job else request_of(settings, own)
     if job and (not job.isprintable() or "/" in job or settings.prompt):
         raise UsageError("--job is the ID of a job, and goes without --prompt")
-    image = None if settings.image is None else Path(settings.image).expanduser()
-    if image is not None and not image.is_file():
-        raise UsageError(f"--image {image}: is no file; name an image")
+    image = None if settings.image is None else check_image(settings.image)
     planned = _outputs(settings, n or 1)
     with Display(signals.check) as display:
         from tpuport.cli.server.client import Server
@@ -108,7 +108,9 @@ def request_of(settings: Settings, own: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: there is no prompt, or several prompts or seeds.
     """
     if not settings.prompt:
-        raise UsageError("--prompt is missing; say what to show")
+        raise UsageError(
+            '--prompt is missing; say what to show, such as --prompt "a red fox"'
+        )
     if len(settings.prompt) != 1:
         raise UsageError("submit takes one --prompt; `tpuport batch` takes many")
     if len(settings.seed) != 1:
@@ -140,17 +142,10 @@ def _key(file: str | None) -> str:
 def _outputs(settings: Settings, count: int) -> Outputs:
     """Where the videos go, found to be writable."""
     if not settings.out:
-        raise UsageError("--out is missing; name a .mp4 file")
-    inputs = settings.inputs()
+        raise UsageError("--out is missing; name a .mp4 file, such as --out fox.mp4")
     if settings.report is not None:
-        check_report(settings.report, inputs)
-    planned = plan_outputs(
-        settings.out,
-        count,
-        inputs=inputs,
-        overwrite=settings.overwrite,
-        report=settings.report,
-    )
+        check_report(settings.report, settings.inputs())
+    planned = outputs_of(settings, "", count)
     if planned.kind != "mp4" or not all(isinstance(p, Path) for p in planned.wanted):
         raise UsageError(
             f"--out {settings.out}: a server makes .mp4 files; name one, in no store"

@@ -17,8 +17,10 @@ from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
+from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
+from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import TpuportError, UsageError
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ def bench_attention(
 def _about(
     chip: str, head_dim: int, q_len: int, kv_len: int | None, heads: int
 ) -> dict[str, Any]:
+    read_value(chip_named, chip, "--chip")
     lengths = {"q_len": q_len, "kv_len": kv_len or q_len}
     return {"chip": chip, "head_dim": head_dim, "heads": heads, **lengths}
 

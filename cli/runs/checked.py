@@ -186,11 +186,6 @@ def check(
     if plugin is None and (place / "pyproject.toml").is_file():
         with plugin_of_folder(place) as plugin:
             return check(plugin.model.name, settings, topology, reporter, tell)
-    if place.is_dir() and not [*place.glob("*model_index.json")] and not plugin:
-        raise UsageError(
-            f"{place} has neither model_index.json, as a pipeline has, nor "
-            "pyproject.toml, as a plugin's package has"
-        )
     subject = Subject.find(name, settings, reporter)
     folder = subject.made(settings, reporter)
     found = Checked(pipeline=folder.class_name, weights=folder.folder)

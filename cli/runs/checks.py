@@ -7,27 +7,27 @@ import copy
 import inspect
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from tpuport import targets
-from tpuport.cli.asked.settings import Settings
+from tpuport.cli.asked.settings import TABLE, Settings
+from tpuport.cli.runs.size_class import token_side
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.drive import rehearsal
 from tpuport.core.drive.rehearsal import Rehearsal, without_weights
 from tpuport.core.drive.step_caches import StepCacheError
 from tpuport.core.enums import Backend, Dtype, Place, StageName, denoises
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.folders import check_own_folder
 from tpuport.core.mesh.device_memory import host_memory
 from tpuport.core.mesh.device_mesh import PlacedMesh, by_slice
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
-from tpuport.core.pipelines.call_arguments import default_of
+from tpuport.core.pipelines.call_arguments import PARAMETERS, default_of
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.pipeline_plan import rehearsed
 from tpuport.core.reports import Reporter, bytes_text
@@ -57,20 +57,6 @@ MIXING = frozenset(
 )
 
 
-def check_inspection(settings: Settings) -> None:
-    """Refuse a folder for profiles in which there is something else."""
-    if settings.profile is None and settings.profile_calls is not None:
-        raise UsageError("--profile-calls goes with --profile only")
-    if settings.profile is not None:
-        what = "is no profile of a stage"
-        check_own_folder("--profile", settings.profile, _is_profile, what)
-
-
-def _is_profile(path: Path) -> bool:
-    held = {inside.name for inside in path.glob("*")}
-    return path.name in list(StageName) and path.is_dir() and held <= {"plugins"}
-
-
 def check_attention_here(settings: Settings) -> None:
     """Refuse a kernel that does not run on this machine's devices; starts jax."""
     if settings.attention.name != "splash" or settings.backend == Backend.DIFFUSERS:
@@ -87,11 +73,6 @@ def check_vae(settings: Settings, folder: PipelineFolder) -> None:
     """Refuse an autoencoder that the pipeline's plugin does not have."""
     if settings.vae == TORCHAX:
         return
-    if settings.backend == Backend.DIFFUSERS:
-        raise UsageError(
-            f"--vae {settings.vae} is not upstream's: leave it out, or use --backend "
-            "tpuport"
-        )
     plugin = plugin_for(folder.class_name)
     if plugin is None:
         raise UsageError(
@@ -104,8 +85,6 @@ def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
     """Refuse a name for --on-host that is no component, or no torch module."""
     if not settings.on_host:
         return
-    if settings.backend == Backend.DIFFUSERS:
-        raise UsageError("--on-host: all components run so with --backend diffusers")
     modules = folder.modules()
     for name in settings.on_host:
         if name in modules:
@@ -298,7 +277,7 @@ class PipelineCall:
         frame = 4 * 3 * height * width * (self.settings.batch_size or 1)
         if frame * frames > room:
             raise UsageError(
-                f"{frames} frames of {width}x{height} take "
+                f"--frames {frames}: {frames} frames of {width}x{height} take "
                 f"{bytes_text(frame * frames)}, and this machine has "
                 f"{bytes_text(room)} of memory; about {room // frame} frames fit"
             )
@@ -330,11 +309,28 @@ class PipelineCall:
         try:
             check(**{p.name: given[p.name] for p in takes if p.name in given})
         except ValueError as error:
+            flags, remedy = self._of_flags(str(error))
+            why = one_line(error).rstrip(".")
             raise UsageError(
-                f"{folder.class_name} refuses this: {one_line(error)}"
+                f"{flags}{folder.class_name} refuses this: {why}{remedy}"
             ) from error
         except Exception:
             return  # the state of a pipeline under way is looked at, which is not there
+
+    def _of_flags(self, words: str) -> tuple[str, str]:
+        """The flags of what upstream's words name, and what to give for a size."""
+        named = [
+            field
+            for field, names in PARAMETERS.items()
+            if any(re.search(rf"\b{name}\b", words) for name in names)
+        ]
+        width, height, *_ = self.asked.values()
+        if not {"height", "width"} & set(named) or not (width and height):
+            flags = ", ".join(TABLE[name].flags[0] for name in named)
+            return f"{flags}: " * bool(flags), ""
+        unit = token_side(self.folder)
+        near = (max(round(side / unit), 1) * unit for side in (width, height))
+        return f"--size {width}x{height}: ", "; try --size {}x{}".format(*near)
 
     def _check_steps(self, pipeline: Any) -> None:
         """Let the scheduler refuse a number of steps that it cannot make.
@@ -437,13 +433,9 @@ class PipelineCall:
 
     def check_executables(self, placed: PlacedMesh) -> None:
         """Refuse executables for something else before weights are fetched."""
-        if self.by_upstream:
-            raise UsageError(
-                "--executables are not upstream's: leave them out, or use --backend "
-                "tpuport"
-            )
         name = self.folder.class_name
-        built = targets.executables_for(name, placed, self.settings, self.reporter)
+        target = self.target(placed, Reporter())
+        built = targets.executables_for(name, target, self.settings, self.reporter)
         assert built is not None
         with self.reporter.timed(f"building {name} without weights"):
             built.check_modules(self.bare().components)

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from tpuport.cli.asked.first import count_of
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.staged import alike, begun
 from tpuport.cli.runs.variants import with_model
@@ -106,7 +107,7 @@ class Engine:
         run.request, run.previews, run.plain = named[0][1], tuple(previews), plain
         outputs = []
         if here().first:
-            outputs = [run.outputs_of(asked, _count(asked)) for asked, _ in named]
+            outputs = [run.outputs_of(asked, count_of(asked)) for asked, _ in named]
         self._take(run)
         out = outputs[0].asked if outputs and not wanted else ""
         with begun(run, out) as kept:
@@ -155,10 +156,6 @@ def _together(settings: Settings, wanted: Sequence[Wanted]) -> Settings:
         batch_size=max(settings.batch_size or 1, len(wanted)),
         out=None,
     )
-
-
-def _count(settings: Settings) -> int:
-    return max(len(settings.prompt), 1) * len(settings.seed)
 
 
 def _opened_with(run: VideoRun) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from tpuport.core.files.sources import read_image, read_video
 from tpuport.core.pipelines.call_arguments import default_of
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
+from tpuport.core.spec.kinds import MOST_ASPECT
 from tpuport.errors import UsageError
 
 #: Where upstream's pipelines keep the pixels of a latent's side.
@@ -37,16 +37,15 @@ def sized(settings: Settings, folder: PipelineFolder, reporter: Reporter) -> Set
     if name is None and aspect is None:
         return settings
     flag = "--aspect-ratio" if name is None else f"--resolution {name}"
-    if settings.height or settings.width:
-        raise UsageError(f"{flag} and a size exclude each other; give one")
     if not {"height", "width"} <= folder.parameters.keys():
         raise UsageError(f"{flag}: {folder.class_name} takes no height and width")
     sides = default_of(folder, "height"), default_of(folder, "width")
     pixels = _pixels(name, sides)
     height, width = aspect or _source(settings) or (sides if all(sides) else (9, 16))
-    if max(height / width, width / height) > 4:
+    if max(height / width, width / height) > MOST_ASPECT:  # of an image
         raise UsageError(
-            f"--aspect-ratio {width:g}:{height:g}: shapes go from 1:4 to 4:1"
+            f"{flag}: the image has the shape {width:g}:{height:g}, and shapes go from "
+            "1:4 to 4:1; add --aspect-ratio, such as 16:9"
         )
     unit = token_side(folder.fetched(reporter, weights=False))
     high, wide = (
@@ -66,10 +65,7 @@ def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:
         if not all(sides):
             raise UsageError("--aspect-ratio: add --resolution, such as 480p")
         return float(sides[0] * sides[1])
-    found = re.fullmatch(r"([1-9][0-9]{1,4})p?", name)
-    if found is None:
-        raise UsageError(f"--resolution {name!r}: give a size class such as 480p")
-    return int(found[1]) ** 2 * NAMED
+    return int(name.removesuffix("p")) ** 2 * NAMED
 
 
 def _source(settings: Settings) -> tuple[int, int] | None:

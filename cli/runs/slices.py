@@ -14,6 +14,7 @@ from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.reports import bytes_text, seconds_text
+from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import UsageError, quoted
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m)")
 
 def topologies(text: str, slices: int = 1) -> list[Topology]:
     """The slices of a list such as ``v5e-8,v6e-8``, each once, and so many of each."""
-    found = [parse_topology(name).times(slices) for name in text.split(",")]
+    read = [read_value(parse_topology, name, "--topology") for name in text.split(",")]
+    found = [one.times(slices) for one in read]
     return list({one.name: one for one in found}.values())
 
 
@@ -51,7 +53,10 @@ def prices(texts: Sequence[str], asked: Sequence[Topology]) -> dict[str, float]:
             )
     missing = [one.name for one in asked if one.chip not in found]
     if found and missing:
-        raise UsageError(f"{missing[0]} has no price; add --price CHIP=NUMBER")
+        name = missing[0]
+        raise UsageError(
+            f"--price: {name} has no price; add --price {name.partition('-')[0]}=1.20"
+        )
     return found
 
 
@@ -161,14 +166,13 @@ class Comparison:
         """A line for each slice, and which to take; ``verbose`` adds the plans."""
         whole = len(self.stages) == len(STAGES)
         video = "a video" if whole else " + ".join(self.stages)
+        does = "makes a video" if whole else f"does {' and '.join(self.stages)}"
         rows = [["slice", "chips", "HBM of a device", "a step", video, "cost"]]
         rows += [one.row() for one in self.offers]
         within = "" if self.deadline == math.inf else f" within {self.deadline:g} s"
         lines = columns(rows, right=(1, 3, 4, 5))
         if not self.in_time:
-            lines += [
-                f"no slice makes a video{within}; try --mesh auto or larger slices"
-            ]
+            lines += [f"no slice {does}{within}; try --mesh auto or larger slices"]
         else:
             lines += [f"the fastest{within}: {self.in_time[0].topology.title}"]
         if self.cheapest is not None:

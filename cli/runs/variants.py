@@ -13,15 +13,71 @@ from typing import Any
 from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, import_libraries
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import say
+from tpuport.core.enums import Backend
 from tpuport.core.files.folders import made_once
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_plugin import ModelPlugin, Published
-from tpuport.core.spec.run_settings import DEMO
+from tpuport.core.spec.run_settings import DEMO, read_value
+from tpuport.core.weights.hub import local_folder, read_index
 from tpuport.errors import UsageError
 from tpuport.plugins import folder_of, get_model, model_plugins, plugin_for
 
 #: The shape, width by height, that size classes are named by: 720p is 1280x720.
 NAMED = 16 / 9
+
+
+NO_PROMPT = (
+    "--prompt is missing; say what to show, such as "
+    '--prompt "a red fox in the snow", or give --prompt-file'
+)
+
+
+def check_model(settings: Settings, *, prompt: bool = True) -> None:
+    """Refuse names that the model does not have, before torch and jax are imported.
+
+    Of weights at the hub, or without a plugin, less is known before. A pipeline with a
+    tokenizer takes a prompt: so do all of diffusers that make videos.
+
+    Args:
+        prompt: whether the run needs one.
+
+    Raises:
+        UsageError: there is no such model, variant, layout or autoencoder, or no
+            prompt.
+    """
+    plugin, index = _known(settings)
+    if plugin is not None:
+        if settings.backend != Backend.DIFFUSERS:
+            plugin.check_forms({"vae": settings.vae})
+        plugin.check_layout(settings.sharding)
+    takes = any(name.startswith("tokenizer") for name in index)
+    if prompt and takes and not settings.prompt:
+        raise UsageError(NO_PROMPT)
+
+
+def _known(settings: Settings) -> tuple[ModelPlugin | None, Mapping[str, Any]]:
+    """The plugin of the model, and the pipeline's index, as far as files here say."""
+    plugin = None
+    if settings.model is not None:
+        plugin = read_value(get_model, settings.model, "--model")
+    if settings.weights in (None, DEMO):
+        plugin = plugin or get_model(DEFAULT_MODEL)
+        _, one = read_value(plugin.variant, settings.variant, "--variant")
+        return plugin, _index_of(plugin, one)
+    assert settings.weights is not None
+    if (folder := local_folder(settings.weights)) is not None:
+        _, index = read_index(folder)
+        return plugin or plugin_for(str(index.get("_class_name"))), index
+    source = str(settings.weights)
+    for known in model_plugins():
+        for one in known.variants.values():
+            if one.repo == source:
+                return plugin or known, _index_of(known, one)
+    return plugin, {}
+
+
+def _index_of(plugin: ModelPlugin, one: Published) -> Mapping[str, Any]:
+    return one.read(folder_of(plugin.name))["model_index"] if one.configs else {}
 
 
 def with_model(settings: Settings, *, weights: bool = True) -> Settings:
@@ -35,10 +91,8 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
     """
     if settings.weights == DEMO:
         settings = replace(settings, weights=None)
-    if settings.weights == "":
-        raise UsageError("--weights is empty; give a folder or a hub id")
     if settings.model is not None:
-        plugin = get_model(settings.model)
+        plugin = read_value(get_model, settings.model, "--model")
         pipeline = settings.weights and _pipeline_of(settings)
         if pipeline and pipeline not in plugin.pipelines:
             raise UsageError(
@@ -122,7 +176,7 @@ def _made(
 
 def _variant(settings: Settings, plugin: ModelPlugin) -> tuple[str, Published]:
     """The variant asked for; by default the first one for the image or video given."""
-    name, published = plugin.variant(settings.variant)
+    name, published = read_value(plugin.variant, settings.variant, "--variant")
     given = [f for f in ("image", "video") if getattr(settings, f) is not None]
     fitting = [(name, published)]
     if settings.variant is None:

@@ -16,12 +16,17 @@ import torch
 
 from tpuport import targets
 from tpuport.cli.asked.environment import cache_folder
+from tpuport.cli.asked.first import (
+    check_backend,
+    check_written,
+    count_of,
+    outputs_of,
+)
 from tpuport.cli.asked.noise import read_noise
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checks import (
     PipelineCall,
     check_attention_here,
-    check_inspection,
     check_on_host,
     check_vae,
     upstreams_errors,
@@ -29,7 +34,8 @@ from tpuport.cli.runs.checks import (
 )
 from tpuport.cli.runs.previewed import preview_file, previewed
 from tpuport.cli.runs.size_class import sized
-from tpuport.cli.shown.output import check_report, say
+from tpuport.cli.runs.variants import NO_PROMPT
+from tpuport.cli.shown.output import say
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.drive.checkpoints import Checkpoints
 from tpuport.core.drive.driving import called, merged, tape_of
@@ -38,9 +44,8 @@ from tpuport.core.drive.pipeline_run import PipelineRun
 from tpuport.core.drive.step_caches import StepCaches, standing, step_caches
 from tpuport.core.enums import Blocks, StageName
 from tpuport.core.files.fingerprint import versions
-from tpuport.core.files.folders import check_folder
 from tpuport.core.files.frames import check_frames
-from tpuport.core.files.outputs import Outputs, Video, plan_outputs
+from tpuport.core.files.outputs import Outputs, Video
 from tpuport.core.files.stores import StorePath
 from tpuport.core.files.video_file import SOUNDING, VideoWriter, check_length
 from tpuport.core.mesh.device_mesh import PlacedMesh
@@ -197,11 +202,11 @@ class VideoRun(PipelineCall):
             partly: some components are not called, and their weights may be missing.
         """
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
+        check_backend(settings)
         _check_files(settings, folder, again)
         if "prompt" in folder.parameters and not settings.prompt:
-            raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
+            raise UsageError(NO_PROMPT)
         check_attention_here(settings)
-        check_inspection(settings)
         settings = sized(settings, folder, reporter)
         arguments = arguments_of(folder, settings)
         call = PipelineCall(
@@ -292,7 +297,7 @@ class VideoRun(PipelineCall):
         """Where ``count`` of the videos go, which settings say."""
         read = [Path(name).expanduser() for name in self.inputs]
         read += self.again.files if self.again else ()
-        outputs = _outputs(asked, name, count, read)
+        outputs = outputs_of(asked, name, count, read)
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
@@ -401,10 +406,11 @@ class VideoRun(PipelineCall):
                 self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
 
     def _target(self) -> Target:
-        given = (self.folder.class_name, self.placed, self.settings, self.reporter)
-        target = targets.claimed_target(*given)
+        name, settings, reporter = self.folder.class_name, self.settings, self.reporter
+        target = targets.claimed_target(name, self.placed, settings, reporter)
         self.blocks = target.blocks
-        return target.with_executables(targets.executables_for(*given))
+        built = targets.executables_for(name, target, settings, reporter)
+        return target.with_executables(built)
 
     def _inspection(self) -> Inspection | None:
         asked = self.settings
@@ -619,35 +625,20 @@ class VideoRun(PipelineCall):
 def _check_files(
     settings: Settings, folder: PipelineFolder, again: Again | None
 ) -> None:
-    count = max(len(settings.prompt), 1) * len(settings.seed)
+    count = count_of(settings)
     noise = read_noise(settings.latents)
     if noise is not None:
         if "latents" not in folder.all_parameters:
             raise UsageError(f"--latents: {folder.class_name} takes none")
         if again is None and len(noise) not in (1, count):
             raise UsageError(
-                f"{settings.latents} holds the noise of {len(noise)} videos, and "
-                f"{count} are asked for; give one, or {count}"
+                f"--latents {settings.latents} holds the noise of {len(noise)} videos, "
+                f"and {count} are asked for; give one, or {count}"
             )
-    files = again.files if again is not None else ()
-    if settings.out is not None:
-        _outputs(settings, "", 1 if again is not None else count, files)
-    if settings.report is not None:
-        check_report(settings.report, [*settings.inputs(), *files])
-    if settings.run_dir is not None:
-        check_folder("--run-dir", settings.run_dir)
-
-
-def _outputs(
-    settings: Settings, default: str, count: int, read: Sequence[Path]
-) -> Outputs:
-    return plan_outputs(
-        default if settings.out is None else settings.out,
-        count,
-        inputs=[*settings.inputs(), *read],
-        overwrite=settings.overwrite,
-        report=settings.report,
-    )
+    if again is None:
+        check_written(settings, count)
+    else:
+        check_written(settings, 1, again.files)
 
 
 def _files(settings: Settings) -> list[str]:

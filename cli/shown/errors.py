@@ -22,6 +22,7 @@ from tpuport.core.mesh.hosts import here
 from tpuport.errors import (
     LINE,
     AtWorkError,
+    MeshError,
     MissingStoreError,
     StoreError,
     TpuportError,
@@ -82,7 +83,9 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if signum is not None:
         code, text = in_words(signum)
     elif isinstance(error, TpuportError):
-        code, text = error.exit_code, f"error: {error}"
+        # Below the command line nobody knows that a mesh is a flag's.
+        flag = "--" * (isinstance(error, MeshError) and str(error).startswith("mesh "))
+        code, text = error.exit_code, f"error: {flag}{error}"
     elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = quoted(str(error.filename))
         code, text = 2, f"error: {name} is too long for the name of a file or folder"
@@ -153,9 +156,8 @@ def as_usage_error(error: Exception) -> str | None:
             message += f" (did you mean {near[0]}?)"
     if "extra argument" in message and "--prompt" in _options(context):
         message += ', give the prompt as --prompt "..."'
-    value = _refused_value(error)
-    if value is not None and repr(value) not in message:
-        message += f", got {quoted(value)}"
+    if (refused := _refused_value(error)) is not None:
+        message = f"{_flag(error)}: {refused}"
     return in_one_line(f"{message}; see `{command} --help`", LINE - len("error: "))
 
 
@@ -165,10 +167,28 @@ def _options(context: Any) -> list[str]:
     return [name for param in params for name in param.opts]
 
 
+#: What pydantic calls a fault of a value -> our words for the fault.
+_FAULTS = {
+    "int_parsing": "is not an integer; give one such as 8",
+    "float_parsing": "is not a number; give one such as 2.5",
+    "greater_than_equal": "is too small; give at least {ge}",
+    "less_than_equal": "is too large; give at most {le}",
+}
+
+
 def _refused_value(error: Exception) -> str | None:
-    """What was given where the parser of a value refused it and does not repeat it."""
+    """What was given, and what is wrong with it, where pydantic refused it."""
     entries = getattr(error.__cause__, "errors", None)
     if not callable(entries):
         return None
-    given = entries()[0].get("input")
-    return given if isinstance(given, str) else None
+    first = entries()[0]
+    words = _FAULTS.get(first["type"], first["msg"]).format(**first.get("ctx", {}))
+    given = first["input"]
+    return f"{quoted(given) if isinstance(given, str) else given} {words}"
+
+
+def _flag(error: Exception) -> str:
+    """The longest name of the option or argument that an error is about."""
+    param: Any = getattr(error, "param", None)
+    names = getattr(param, "opts", None) or ["a value"]
+    return next((name for name in names if name.startswith("--")), str(names[0]))

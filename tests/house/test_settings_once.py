@@ -33,7 +33,7 @@ def keep(settings):
     seen.append(settings.colour)
     raise UsageError("enough")
 
-generate.with_model = keep
+generate.check_run = keep
 shown = io.StringIO()
 with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
     main(["generate", "--help"])

@@ -73,7 +73,7 @@ def run_folder(place: Place, rng: random.Random) -> Trial:
     wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(video)
     if not sealed:
         # Without run.json a folder is of no run, and encode needs a prompt.
-        wrong += of_named(ran, run, "no prompt was given")
+        wrong += of_named(ran, run, "--prompt is missing")
         if ran.code == 0 and out[1] in command:
             wrong += place.of_video(video)
     return Trial(f"{what}, {command[0]}", _outcome(ran), wrong)

@@ -203,11 +203,11 @@ class RunReport:
         if not sum(counts.values()):
             return "nothing"
         kept = counts["loaded"] + counts["cached"]
+        how = "loaded" if kept == counts["loaded"] else "from the cache"
         if not counts["compiled"]:
-            how = "loaded" if self.warm else "from the cache"
             return f"nothing: {plural(kept, 'program')} {how}"
         text = f"{plural(counts['compiled'], 'program')} in {seconds:.1f} s"
-        return text + (f", and {kept} from the cache" if kept else "")
+        return text + (f", and {kept} {how}" if kept else "")
 
 
 def peak_host_bytes() -> int:

@@ -141,6 +141,14 @@ def test_a_prompt_file_that_is_none_is_refused(tmp_path: Path) -> None:
         (("--steps", "0"), "--steps: 0"),
         (("--steps", "-3"), "--steps: -3"),
         (("--vae-tiling", "maybe"), "'maybe' is none of on, off"),
+        (("--fps", "0"), "--fps: 0.0 is not positive; give a number such as 8"),
+        (("--guidance", "nan"), "--guidance: nan is no finite number"),
+        (("--strength", "5"), "--strength: 5.0 is not in (0, 1]; give a number such"),
+        (("--seed", "9" * 20), "has more than 64 bits; give a seed such as 7"),
+        (("--resolution", "4k"), "--resolution: '4k' is no size class; give one such"),
+        (("--aspect-ratio", "9:1"), "--aspect-ratio: '9:1' is out of range: shapes go"),
+        (("--resolution", "480p", "--width", "8"), "--resolution and --width exclude"),
+        (("--aspect-ratio", "1:1", "--size", "8x8"), "--aspect-ratio and --size excl"),
     ],
 )
 def test_a_flag_that_is_wrong_is_refused(args: tuple[str, ...], said: str) -> None:
@@ -301,4 +309,6 @@ def test_a_value_off_its_rule_names_the_file_that_gave_it(
     ran = call("generate", "--config", config, "--weights", folder)
     assert ran.code == 2
     assert ran.last == f"{config} gives: prompt, frames, size"
-    assert "divisible by 16" in ran.err
+    line = ran.err.splitlines()[-2]
+    assert line.startswith("error: --size 33x16: WanPipeline refuses this: ")
+    assert line.endswith("; try --size 32x16")

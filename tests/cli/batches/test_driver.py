@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from PIL import Image
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches.driver import TRIES, Batch
@@ -14,6 +15,7 @@ from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Ended, ThisProcess, Told
 from tpuport.cli.batches.packs import Pack, packs
 from tpuport.cli.batches.requests import Request, read_requests
+from tpuport.cli.runs.variants import NO_PROMPT
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
 from tpuport.core.run.progress import Display
@@ -116,6 +118,38 @@ def test_a_video_of_another_request_is_kept(tmp_path: Path) -> None:
     assert batch(tmp_path, fox)[0].left == 1
 
 
+def test_what_can_be_seen_of_lines_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fox = {"prompt": "a fox"}
+    wrong = ({"promt": "a"}, {"steps": 2}, {**fox, "model": "x"})
+    missing: list[dict[str, Any]] = [{**fox, "image": f"{n}.png"} for n in range(2)]
+    made, folder = batch(tmp_path, *wrong, fox, *missing)
+    assert (made.failed, made.left) == (5, 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "5 lines with errors, left out:",
+        "  line 1: unknown key 'promt'; did you mean prompt?",
+        f"  line 2: {NO_PROMPT}",
+        "  line 3: --model: no model is called 'x'; installed: cogvideox, "
+        "hunyuanvideo, hunyuanvideo-13b, wan. `tpuport plugins` shows where they come "
+        "from",
+        f"  and 2 more in {folder.errors}",
+    ]
+    errors = [json.loads(line) for line in folder.errors.read_text().splitlines()]
+    assert errors[-1]["error"] == "--image 1.png does not exist; check the name"
+
+
+def test_a_second_run_says_what_an_earlier_one_made(tmp_path: Path) -> None:
+    lines = [{"prompt": f"fox {n}"} for n in range(3)]
+    made, _ = batch(tmp_path, *lines[:2])
+    made.run(Fake(1), Display())
+    assert made.told() == "2 requests done"
+    assert batch(tmp_path, *lines[:2])[0].told() == "2 requests done by an earlier run"
+    more, _ = batch(tmp_path, *lines)
+    more.run(Fake(1), Display())
+    assert more.told() == "3 requests done, 2 of them by an earlier run"
+
+
 def test_packs_are_of_requests_that_are_alike(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"seed": 5},
@@ -179,7 +213,9 @@ def test_a_pipeline_that_takes_one_prompt_is_told_of_once(
         {"prompt": f"fox {n}", "id": f"fox-{n}"} for n in range(6)
     ]
     lines[4]["seed"] = [1, 2]
-    image = {"prompt": "a cat", "seed": [1, 2], "image": "x.png", "id": "image"}
+    Image.new("RGB", (32, 32)).save(tmp_path / "x.png")
+    image = {"prompt": "a cat", "seed": [1, 2], "image": str(tmp_path / "x.png")}
+    image["id"] = "image"
     made, _ = batch(tmp_path, *lines, image, batch_size=2)
     replicas = Fake(1, most=1)
     made.run(replicas, Display())

@@ -75,8 +75,8 @@ def test_a_shape_is_what_programs_are_made_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": ', "line 2 is not JSON"),
-        ("[1]", "line 2 is not a JSON object"),
+        ('{"prompt": ', "line 2: is not JSON"),
+        ("[1]", "line 2: is not a JSON object"),
         ('{"promt": "x"}', "line 2: unknown key 'promt'; did you mean prompt?"),
         ('{"steps": 0}', "line 2: steps: 0"),
         ('{"steps": 1, "num_inference_steps": 2}', "are the same setting"),
@@ -88,7 +88,8 @@ def test_a_shape_is_what_programs_are_made_for(tmp_path: Path) -> None:
         ('{"out": "runs/"}', "is a file of the batch itself"),
         ('{"distributed": true}', "distributed is not for a batch"),
         ('{"image": "~nobody-of-this-name/x.png"}', "home directory"),
-        ('{"out": "x.avi"}', "no video can be written"),
+        ('{"out": "x.avi"}', "line 2: out: x.avi: no video can be written"),
+        ('{"prompt": " "}', "line 2: prompt: ' ' is empty; say what to show"),
         ('{"image": "a", "video": "b"}', "exclude each other"),
     ],
 )

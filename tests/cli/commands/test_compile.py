@@ -32,8 +32,13 @@ ROOT = Path(__file__).parents[3]
         (["--out", "x", "--topology", "cpu-0"], "unknown TPU topology 'cpu-0'"),
         (
             ["--out", "x", "--topology", "v6e-8", "--mesh", "dp=4,tp=4"],
-            "needs 16 devices, there are 8",
+            "--mesh dp=4,sp=1,tp=4 needs 16 devices, there are 8",
         ),
+        (
+            ["--out", "x", "--topology", "cpu-2", "--mesh", "sp=4"],
+            "4 devices, there ar",
+        ),
+        (["--out", "x", "--weights", "./none"], "--weights: weights folder './none' d"),
         (["--out", "."], "--out .: holds file, which `tpuport compile` "),
         (["--out", "file"], "--out file: file is not a folder; move it "),
     ],

@@ -26,24 +26,28 @@ import json, sys
 from tpuport.cli import main
 import contextlib, io
 codes = []
-with contextlib.redirect_stdout(io.StringIO()):
-    for args in json.loads(sys.argv[1]):
+for args in json.loads(sys.argv[1]):
+    quiet = io.StringIO()
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         codes.append(main(args))
 print(json.dumps([codes, sorted(sys.modules)]))
 """
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_and_mistakes_import_nothing_heavy() -> None:
     asked = [["--help"], [], ["--version"], *([*c.split(), "-h"] for c in EVERY)]
     asked += [["models"], ["plugins", "--json"], ["runs"]]
+    fox = ["generate", "--prompt", "a fox"]
+    wrong = [["generate"], [*fox, "--out", "a.avi"], [*fox, "--image", __file__]]
+    wrong += [[*fox, "--latents", __file__], [*fox, "--lora", "none"], ["plan"]]
     done = subprocess.run(
-        [sys.executable, "-c", _LIST_MODULES, json.dumps(asked)],
+        [sys.executable, "-c", _LIST_MODULES, json.dumps([*asked, *wrong])],
         capture_output=True,
         text=True,
         check=True,
     )
     codes, modules = json.loads(done.stdout)
-    assert codes == [0] * len(asked)
+    assert codes == [0] * len(asked) + [2] * len(wrong)
     assert not set(HEAVY) & set(modules)
     assert done.stderr == ""
 
@@ -97,7 +101,10 @@ def test_a_group_says_in_full_what_its_commands_do(
             "requires an argument; see `tpuport bench attention --help`",
         ),
         (("generat",), "No such command 'generat'"),
-        (("generate", "--steps", "many"), "'--steps'"),
+        (("generate", "--steps", "many"), "error: --steps: 'many' is not an integer;"),
+        (("generate", "--fps", "x"), "--fps: 'x' is not a number; give one such as"),
+        (("serve", "--port", "-1"), "--port: '-1' is too small; give at least 0"),
+        (("serve", "--port", "65536"), "65536' is too large; give at most 65535"),
         (("generate", "a fox"), '(a fox), give the prompt as --prompt "..."; see '),
         (("replay",), "Missing argument 'FILE'"),
         (("bench", "--repeat", "0"), "--repeat"),

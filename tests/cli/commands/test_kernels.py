@@ -118,8 +118,11 @@ def test_tiles_that_were_found_for_another_kernel_are_said_to_be(
             ("bench", "attention", "--blocks", "100/100/100"),
             "blocks '100/100/100': all three must be multiples of 128",
         ),
-        (("bench", "attention", "--chip", "v9"), "unknown TPU chip 'v9'"),
-        (("bench", "attention", "--kernel", "x"), "unknown kernel 'x'; known are"),
+        (("bench", "attention", "--chip", "v9"), "--chip: unknown TPU chip 'v9'"),
+        (
+            ("bench", "attention", "--kernel", "x"),
+            "--kernel 'x': is unknown; known are",
+        ),
         (("bench", "--steps", "3", "attention"), "--steps before 'attention'"),
         (("tune", "--again", "--head-dim", "64"), "--head-dim would not be used"),
         (("tune", "--again", "--table", "no.json"), "no.json is not a table of blocks"),

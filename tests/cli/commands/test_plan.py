@@ -359,9 +359,17 @@ def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--topology", "v6e-8", "--mesh", "dp=2,tp=8"), "needs 16 devices, there are"),
+        (("--topology", "v6e-8", "--mesh", "dp=2,tp=8"), "error: --mesh dp=2,sp=1,"),
         (("--topology", "v6e-8", "--model", "x"), "no model is called 'x'"),
-        ((), "--topology"),
+        (
+            (),
+            "--topology is missing; name a slice, such as --topology v6e-8; there are "
+            "v4-8 to ",
+        ),
+        (("--topology", "v6e-8", "--stage", ""), "--stage '': choose of encode, de"),
+        (("--topology", "v6"), "--topology: unknown TPU topology 'v6'"),
+        (("--topology", "v6e-8", "--report", str(ROOT)), "is a folder; name a file"),
+        (("--topology", "v6e-8", "--image", "none.png"), "--image none.png does not"),
         (("--topology", "v6e-8", "--dump", __file__), "test_plan.py is not a folder"),
         (("--topology", "v6e-8", "--dump", str(ROOT / "docs")), "no earlier --dump wr"),
         (("--topology", "v6e-8,v6e-7"), "unknown TPU topology 'v6e-7'"),

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from tests.cli.tools import Cli
 from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
@@ -83,7 +85,7 @@ def test_an_image_that_is_not_there_is_named_with_its_sha256(
     said = f"/srv/image.png: is not there, and {file} records a file with sha256 "
     ran = cli.refused(f"{said}{wanted}; name it with --image", "replay", file, code=1)
     assert "loading" not in ran.err
-    Path("cat.png").write_text("another")
+    Image.new("RGB", (32, 32)).save("cat.png")
     cli.refused("cat.png: has sha256 ", "replay", file, "--image", "cat.png", code=1)
     cli.refused("made from no image", "replay", sidecar, "--image", "cat.png")
 

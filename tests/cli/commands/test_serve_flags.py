@@ -26,6 +26,9 @@ from tests.processes import LONGEST
             "none does not exist; check the name",
         ),
         (("--host", "no.such.host."), "cannot be listened to"),
+        (("--folder", __file__), "--folder " + __file__),
+        (("--model", "x"), "--model: no model is called 'x'"),
+        (("--weights", "./none"), "--weights: weights folder './none' does not exist"),
     ],
 )
 def test_a_wrong_value_is_one_line_that_says_what_to_do(

@@ -113,7 +113,7 @@ def test_an_image_is_uploaded_with_the_fields(cli: Cli, fake: Fake) -> None:
 def test_a_sidecar_names_no_other_image(cli: Cli, fake: Fake) -> None:
     """The file was changed, or is not the one of a job that is waited for again."""
     job = fake.add({"prompt": "a"}, png())["id"]
-    Path("dog.png").write_bytes(b"another")
+    picture().resize((32, 32)).save("dog.png")
     asked = ("submit", "--server", fake.url, "--job", job, "--out", FILE)
     cli.refused("--image dog.png: is not what", *asked, "--image", "dog.png", code=1)
     assert [path.name for path in Path().iterdir()] == ["dog.png"]
@@ -173,7 +173,7 @@ def test_the_key_is_of_a_file_or_of_the_environment(
         (("--prompt", "b"), "one --prompt", 2),
         (("--seed", "1,2"), "one --seed", 2),
         (("--out", "x.gif"), "a server makes .mp4 files", 2),
-        (("--image", "absent.png"), "--image absent.png: is no file", 2),
+        (("--image", "absent.png"), "--image absent.png does not exist; check", 2),
         (("--server", "ftp://a"), "such as http://127.0.0.1:8000", 2),
         (("--server", "http://127.0.0.1:1"), "cannot be reached", 1),
         (("--job", "video_1"), "goes without --prompt", 2),

@@ -177,7 +177,7 @@ def test_each_verdict_is_told_before_the_next_part_begins(
 
 
 def test_what_cannot_be_checked_is_refused(cli: Cli, tmp_path: Path) -> None:
-    told = "weights folder './nothing' does not exist"
+    told = "'./nothing' is no plugin, no folder and no hub id; "
     cli.refused(told, "check", "./nothing", "--no-plan")
     (tmp_path / "empty").mkdir()
     told = "neither model_index.json, as a pipeline has, nor pyproject.toml"

@@ -67,19 +67,15 @@ def test_a_pipeline_without_default_sides_is_asked_in_16_to_9(
         asked(monkeypatch, none, aspect_ratio=(1.0, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ({"resolution": "4k"}, "--resolution '4k': give a size class such as 480p"),
-        ({"resolution": "480p", "height": 64}, "and a size exclude each other"),
-        ({"resolution": "480p", "aspect_ratio": (1.0, 9.0)}, "9:1: shapes go from"),
-    ],
-)
-def test_what_is_none_is_refused(
-    how: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+def test_a_long_image_needs_a_shape(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=said):
-        asked(monkeypatch, **how)
+    image = str(tmp_path / "long.png")
+    Image.fromarray(np.zeros((16, 144, 3), np.uint8)).save(image)
+    with pytest.raises(UsageError, match="the image has the shape 144:16"):
+        asked(monkeypatch, resolution="480p", image=image)
+    how = {"image": image, "aspect_ratio": (1.0, 1.0)}
+    assert asked(monkeypatch, resolution="480p", **how) == (640, 640)
 
 
 @pytest.mark.parametrize("name", ["CogVideoXPipeline", "LTXPipeline"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tpuport.cli.runs.slices import Comparison, Offer, deadline_of, prices, topologies
+from tpuport.core.files.run_record import STAGES
 from tpuport.errors import UsageError
 
 ASKED = topologies("v5e-8, v6e-8,v5p-8,v6e-8")
@@ -52,6 +54,18 @@ def test_the_cheapest_is_one_that_is_in_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
+    ("stages", "said"),
+    [(STAGES, "no slice makes a video within"), (["denoise"], "no slice does denoise")],
+)
+def test_what_is_not_in_time_is_what_is_planned(
+    stages: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Offer, "row", lambda self: [""] * 6)
+    found = Comparison([offer(0, 200.0, None)], 9.0, stages).text(verbose=False)
+    assert found.splitlines()[-1].startswith(said)
+
+
+@pytest.mark.parametrize(
     ("texts", "said"),
     [
         (["v6e"], "give a chip and what it costs for an hour, such as v6e=2.70"),
@@ -61,7 +75,7 @@ def test_the_cheapest_is_one_that_is_in_time(monkeypatch: pytest.MonkeyPatch) ->
         (["v6=2"], "unknown TPU chip 'v6'"),
         (["v4=2"], "--topology names no slice of v4"),
         (["v6e=2", "v6e=3"], "--price v6e=3: v6e costs 2 too; give one price"),
-        (["v6e=2,v5e=1"], "v5p-8 has no price; add --price CHIP=NUMBER"),
+        (["v6e=2,v5e=1"], "--price: v5p-8 has no price; add --price v5p=1.20"),
     ],
 )
 def test_prices_that_are_none_are_refused(texts: list[str], said: str) -> None:

@@ -74,8 +74,6 @@ def test_what_there_is_not_is_refused(
 ) -> None:
     with pytest.raises(UnknownModelError, match="it has small, large"):
         found(model="toy", variant="7b")
-    with pytest.raises(UsageError, match="--weights is empty"):
-        found(weights="")
     assert found(model="toy", weights=str(folder)).weights == str(folder)
     other = replace(PLUGIN, claims="diffusers:LTXPipeline")
     with monkeypatch.context() as patched:

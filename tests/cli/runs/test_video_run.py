@@ -156,7 +156,7 @@ WRONG = {
     ),
     "a component of upstream's": (
         ("--on-host", "vae", "--backend", "diffusers"),
-        "all components run so",
+        "--on-host: is not for --backend diffusers",
     ),
     "a mesh": (("--mesh", "sp=99"), "99"),
     "heads": (("--mesh", "tp=3"), "3 divides neither the 2 heads nor"),
@@ -169,6 +169,7 @@ def test_what_the_pipeline_does_not_take_is_refused(
     name: str, cli: Cli, folder: Path
 ) -> None:
     more, told = WRONG[name]
+    Image.new("RGB", (32, 32)).save("x.png")
     ran = cli("generate", "--weights", folder, *ASKED, *more)
     assert ran.code == 2, ran.err
     assert ran.last.startswith("error: ")
@@ -210,17 +211,19 @@ def test_a_folder_that_cannot_be_run_is_one_line(
     assert str(copied) in ran.last
 
 
-def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> None:
+def test_a_replay_knows_an_empty_negative_prompt_from_none(
+    cli: Cli, folder: Path
+) -> None:
     """Upstream has long defaults for what is not given."""
     asked = ("--size", "32x16", "--frames", "1", "--steps", "1", *UPSTREAM[-2:])
     for given in ((), ("--negative-prompt", "")):
-        run = ("generate", "--weights", folder, "--prompt", "", *asked, *given)
+        run = ("generate", "--weights", folder, "--prompt", "a", *asked, *given)
         assert cli(*run, "--out", "x.gif", "--overwrite").code == 0
         request = read_sidecar(Path("x.gif.json"))["request"]
-        assert request["prompts"] == [""]
+        assert request["prompts"] == ["a"]
         recorded: Any = sidecar.read(Path("x.gif.json"))
         again = replayed._recorded(Path("x.gif.json"), recorded, Settings())
-        assert again.prompt == ("",)
+        assert again.prompt == ("a",)
         assert again.negative_prompt == ("" if given else None)
 
 

@@ -144,9 +144,9 @@ def test_blocks_that_no_kernel_takes_are_refused(texts: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"implementation": "other"}, "unknown kernel 'other'"),
+        ({"implementation": "other"}, "--kernel 'other': is unknown"),
         ({"chip": "v9"}, "unknown TPU chip 'v9'"),
-        ({"q_len": 0}, "q_len=0 must be at least 1"),
+        ({"q_len": 0}, "--q-len 0: give at least 1"),
     ],
 )
 def test_a_case_that_is_none_is_refused(change: dict[str, Any], said: str) -> None:

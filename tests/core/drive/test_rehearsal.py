@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from tpuport.core.drive.rehearsal import _size_of
 
 
@@ -28,3 +30,15 @@ def test_the_size_of_a_call_has_upstreams_defaults() -> None:
     with _size_of(pipeline, {"frames": 5, "height": 96}) as found:
         pipeline(5, 96)
     assert found == {"num_frames": 5, "height": 96}
+
+
+def test_frames_that_a_pipeline_takes_of_its_denoisers_config_are_told() -> None:
+    class OfConfig:
+        transformer = SimpleNamespace(config=SimpleNamespace(sample_frames=49))
+
+        def __call__(self, num_frames: int | None = None) -> None:
+            pass
+
+    for given, frames in (({}, 49), ({"num_frames": 9}, 9)):
+        with _size_of(OfConfig(), given) as found:
+            assert found == {"num_frames": frames}

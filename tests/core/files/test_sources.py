@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tpuport.core.files.sources import read_image, read_video
+from tpuport.core.files.sources import check_video, read_image, read_video
 from tpuport.core.spec.kinds import aspect_ratio
 from tpuport.errors import UsageError
 
@@ -65,7 +65,8 @@ def test_every_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
     ("given", "message"),
     [
         ("small.png", "is 64x8; each side needs at least 16"),
-        ("missing.png", "image missing.png does not exist"),
+        ("missing.png", "--image missing.png does not exist; check the name"),
+        (".", r"--image \. is a folder; name a PNG or JPEG file"),
         ("/dev/null", "is a device or a pipe"),
         # Nothing is fetched.
         ("https://example.com/a.png", "'https://example.com/a.png' is an address"),
@@ -114,14 +115,15 @@ def test_a_video_file(suffix: str, tmp_path: Path) -> None:
 
 
 def test_unreadable_videos(tmp_path: Path) -> None:
-    def refused(name: Any, message: str) -> None:
-        with pytest.raises(UsageError, match=message) as caught:
-            read_video(str(name))
-        assert "\n" not in str(caught.value)
+    def refused(name: Any, message: str, *, soon: bool = True) -> None:
+        for read in (read_video, check_video) if soon else (read_video,):
+            with pytest.raises(UsageError, match=message) as caught:
+                read(str(name))
+            assert "\n" not in str(caught.value)
 
     (tmp_path / "video.mp4").write_bytes(b"not a video")
     refused(tmp_path / "video.mp4", r"video\.mp4 cannot be read: \S")
-    refused("missing.mp4", "video missing.mp4 does not exist")
+    refused("missing.mp4", "--video missing.mp4 does not exist")
     refused("https://example.com/a.mp4", "'https://example.com/a.mp4' is an address")
     (tmp_path / "folder").mkdir()
     refused(tmp_path / "folder", "folder holds no frame")
@@ -130,7 +132,9 @@ def test_unreadable_videos(tmp_path: Path) -> None:
     refused(tmp_path / "s.mp4", "is 8x16; each side")
     odd = saved(tmp_path / "odd", pictures(2))
     Image.fromarray(pictures(1, 32, 64)[0]).save(odd / "frame2.png")
-    refused(odd, "frames must have one size")
+    refused(odd, "frames must have one size", soon=False)
+    check_video(str(odd))
+    check_video(str(tmp_path / "video.mp4"), opened=False)
 
 
 # --- aspect ratios
@@ -149,4 +153,10 @@ def test_an_aspect_ratio_is_width_to_height(
 @pytest.mark.parametrize("text", ["16", "16:0", "0:9", "wide", "-16:9", "1:2:3", ""])
 def test_what_is_no_aspect_ratio(text: str) -> None:
     with pytest.raises(ValueError, match="is not WIDTH:HEIGHT"):
+        aspect_ratio(text)
+
+
+@pytest.mark.parametrize("text", ["9:1", "1:9"])
+def test_a_shape_that_is_too_long_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="shapes go from 1:4 to 4:1"):
         aspect_ratio(text)

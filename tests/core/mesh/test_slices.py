@@ -56,9 +56,9 @@ def test_a_name_counts_chips_or_cores_as_google_does(
         ("v5p-4", "counts TensorCores"),
         ("v6e8", "did you mean v6e-8"),
         ("v6-8", "did you mean v6e-8"),
-        ("gpu-8", "generations are"),
-        ("h100-8", "generations are v4, v5e, v5p, v6e, v7x"),
-        ("", "generations are"),
+        ("gpu-8", "there are v4-8 to "),
+        ("h100-8", "v5e-1 to v5e-256, v5p-8 to "),
+        ("", "there are "),
     ],
 )
 def test_an_unknown_name_is_answered_with_near_ones(name: str, said: str) -> None:

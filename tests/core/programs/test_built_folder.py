@@ -32,11 +32,12 @@ from tpuport.core.programs.built_folder import BuiltFolder, write_manifest
 from tpuport.core.programs.folder_place import MANIFEST, MANIFEST_SCHEMA, check_place
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import seam_of
+from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
 NAME, MESH = "WanPipeline", "sp=2"
-ABOUT = {"pipeline": NAME, "attention": "auto", "topology": "here"}
+ABOUT = {"pipeline": NAME, "topology": "here"}
 STAGES = ("encode", "denoise", "decode")
 
 
@@ -45,11 +46,14 @@ def pipeline_of() -> tuple[Any, dict[str, Any]]:
     return pipeline, {**call, "output_type": "latent"}
 
 
+def target(mesh: str = MESH) -> Target:
+    placed = targets.place_for_port(MeshSpec.parse(mesh))
+    return targets.claimed_target(NAME, placed, RunSettings(), Reporter())
+
+
 def rehearsed(mesh: str = MESH) -> Rehearsal:
     pipeline, call = pipeline_of()
-    placed = targets.place_for_port(MeshSpec.parse(mesh))
-    target = targets.claimed_target(NAME, placed, RunSettings(), Reporter())
-    return rehearse(pipeline, target, call, Reporter())
+    return rehearse(pipeline, target(mesh), call, Reporter())
 
 
 def compile_into(folder: Path, stages: tuple[str, ...] = STAGES) -> list[Built]:
@@ -57,7 +61,8 @@ def compile_into(folder: Path, stages: tuple[str, ...] = STAGES) -> list[Built]:
     built = build_pipeline(
         rehearsed(), stages, folder, attached=True, reporter=Reporter()
     )
-    write_manifest(folder, [one.entry for one in built], ABOUT)
+    about = ABOUT | targets.made_with(target(), RunSettings())
+    write_manifest(folder, [one.entry for one in built], about)
     return built
 
 
@@ -99,7 +104,7 @@ def test_what_was_compiled_before_is_what_runs(folder: Path) -> None:
     assert torch.equal(found, expected)
     assert loaded
     assert all(loaded)
-    assert heard.about("was not there") == []
+    assert heard.about("was not there") == heard.about("compiling") == []
 
 
 def test_a_second_compile_reuses_what_is_there(whole: Path) -> None:
@@ -133,10 +138,11 @@ def test_stages_are_compiled_one_by_one_and_others_stay(
     [
         (NAME, {"mesh": "sp=4"}, {}, "mesh dp=1,sp=2,tp=1 -> dp=1,sp=4,tp=1"),
         (NAME, {"attention": "blockwise"}, {}, "attention auto -> blockwise"),
+        (NAME, {"blocks": "upstream"}, {}, "blocks native -> upstream"),
         (NAME, {}, {"eps": 0.125}, " -> 0.125"),
         ("CogVideoXPipeline", {}, {}, f"pipeline {NAME} -> CogVideoXPipeline"),
     ],
-    ids=["mesh", "attention", "config", "pipeline"],
+    ids=["mesh", "attention", "blocks", "config", "pipeline"],
 )
 def test_another_run_is_refused_by_name_before_anything_is_loaded(
     name: str,
@@ -198,15 +204,13 @@ def test_all_differences_are_told_at_once_in_a_line_each(folder: Path) -> None:
 def test_what_streams_in_the_executables_streams_in_the_run(folder: Path) -> None:
     """Whoever compiled ahead found what does not fit; the run need not find out."""
     found = BuiltFolder.open(folder, Reporter())
-    place = targets.place_for_port(MeshSpec.parse(MESH))
-    target = targets.claimed_target(NAME, place, RunSettings(), Reporter())
-    assert target.with_executables(found).streamed == frozenset()
+    assert target().with_executables(found).streamed == frozenset()
     entries = []
     for entry in found.entries:
         texts = {n: f"{t} on the host" for n, t in entry.key.weights.items()}
         waits = texts if entry.key.component == "transformer" else entry.key.weights
         entries.append(replace(entry, key=replace(entry.key, weights=waits)))
-    there = target.with_executables(replace(found, entries=tuple(entries)))
+    there = target().with_executables(replace(found, entries=tuple(entries)))
     assert there.streamed == {"transformer"}
     assert there.built is not None
 
@@ -217,6 +221,7 @@ def test_a_program_that_is_not_there_is_compiled_and_named(folder: Path) -> None
     pipeline = tpuport.port(pipeline, mesh=MESH, executables=folder, reporter=heard)
     pipeline(**{**call, "height": call.get("height", 16) * 2})
     assert any(": compiled" in line for line in heard.about("was not there"))
+    assert heard.about("compiling transformer/")
 
 
 def test_an_executable_that_jax_refuses_is_compiled_by_its_cache(

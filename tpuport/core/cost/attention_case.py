@@ -44,13 +44,14 @@ class Blocks:
         parts = text.split("/")
         if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
             raise UsageError(
-                f"blocks {text!r} are not Q/KV/COMPUTE, such as 2048/2048/512, or auto"
+                f"--blocks {text!r} are not Q/KV/COMPUTE, such as 2048/2048/512, or "
+                "auto"
             )
         q, kv, kv_compute = map(int, parts)
         if q % _LANES or kv % _LANES or kv_compute % _LANES or kv % kv_compute:
             raise UsageError(
-                f"blocks {text!r}: all three must be multiples of {_LANES}, and KV one "
-                "of COMPUTE"
+                f"--blocks {text!r}: all three must be multiples of {_LANES}, and KV "
+                "one of COMPUTE"
             )
         return cls(q=q, kv=kv, kv_compute=kv_compute)
 
@@ -88,7 +89,7 @@ class AttentionCase:
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
             raise UsageError(
-                f"unknown kernel {self.implementation!r}; known are: "
+                f"--kernel {self.implementation!r}: is unknown; known are: "
                 f"{', '.join(IMPLEMENTATIONS)}"
             )
         chip(self.chip)
@@ -96,7 +97,8 @@ class AttentionCase:
             raise UsageError(f"kernels take bfloat16 and float32, not {self.dtype}")
         for name in ("heads", "q_len", "kv_len", "head_dim"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} {getattr(self, name)}: give at least 1")
 
     @property
     def scores(self) -> int:

@@ -390,11 +390,14 @@ def rehearse(
 def _size_of(pipeline: Any, arguments: Mapping[str, Any]) -> Iterator[dict[str, int]]:
     """Frames, height and width of a call: what is given, else upstream's defaults.
 
-    A default that a pipeline computes is known once its ``check_inputs`` is given it;
-    it is left out where ``check_inputs`` takes none, as of the frames of CogVideoX.
+    A default that a pipeline computes is known once its ``check_inputs`` is given it.
+    ``check_inputs`` of CogVideoX takes no frames: those are of the denoiser's config.
     """
     takes = inspect.signature(pipeline.__call__).parameters
-    found = size_of({name: one.default for name, one in takes.items()})
+    denoiser = getattr(pipeline, "transformer", None)
+    frames = getattr(getattr(denoiser, "config", None), "sample_frames", None)
+    found = size_of({"num_frames": frames} if "num_frames" in takes else {})
+    found |= size_of({name: one.default for name, one in takes.items()})
     found |= size_of(arguments)
     check = getattr(pipeline, "check_inputs", None)
     if check is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +19,29 @@ SMALLEST_SIDE = 16
 
 #: What is read of a folder of frames.
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+_EMPTY = "{} holds no frame; give an mp4, webm or gif, or a folder of images"
 
 
-def read_image(name: str, what: str = "image") -> Image:
+def check_image(name: str, what: str = "--image") -> Path:
+    """The file of an image, found to be one; no more than its head is read.
+
+    Args:
+        what: messages call it.
+
+    Raises:
+        UsageError: there is none, or it is too small.
+    """
+    path = _there(what, name)
+    if path.is_dir():
+        raise UsageError(f"{what} {name} is a folder; name a PNG or JPEG file")
+    from PIL import Image
+
+    with _readable(f"{what} {name}"), Image.open(path) as image:
+        _check_size(f"{what} {name}", image)
+    return path
+
+
+def read_image(name: str, what: str = "--image") -> Image:
     """An image in RGB, rotated as its EXIF data says, as ``diffusers.utils.load_image``
     does.
 
@@ -30,38 +52,57 @@ def read_image(name: str, what: str = "image") -> Image:
     Raises:
         UsageError: unreadable, or too small.
     """
-    path = _there(what, name)
+    path = check_image(name, what)
     from diffusers.utils import load_image
-    from PIL import Image
 
-    try:
-        image = load_image(str(path))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UsageError(f"{what} {name} cannot be read: {one_line(error)}") from error
-    _check_size(f"{what} {name}", image)
-    return image
+    with _readable(f"{what} {name}"):
+        return load_image(str(path))
 
 
-def read_video(name: str) -> list[Image]:
+def check_video(name: str, what: str = "--video", *, opened: bool = True) -> None:
+    """Refuse what is no video; of a file the first frame is read.
+
+    Args:
+        what: messages call it.
+        opened: whether a file is read.
+
+    Raises:
+        UsageError: there is none, or it is too small.
+    """
+    path = _there(what, name)
+    if path.is_dir():
+        for first in _in_folder(path):
+            check_image(str(first), f"{what}: frame")
+            return
+    elif not opened:
+        return
+    else:
+        for frame in _frames(path, f"{what} {name}"):
+            _check_size(f"{what} {name}", frame)
+            return
+    raise UsageError(_EMPTY.format(f"{what} {name}"))
+
+
+def read_video(name: str, what: str = "--video") -> list[Image]:
     """The frames of a video.
 
     Args:
         name: a file, or a folder of numbered images.
+        what: messages call it.
 
     Raises:
         UsageError: unreadable, empty, too small, or of frames of several sizes.
     """
-    path = _there("video", name)
+    path = _there(what, name)
     if path.is_dir():
-        files = [p for p in path.iterdir() if p.suffix.lower() in _PICTURES]
-        frames = [read_image(str(p), "frame") for p in sorted(files, key=_by_number)]
+        frames = [read_image(str(p), f"{what}: frame") for p in _in_folder(path)]
     else:
-        frames = _frames(path, name)
+        frames = list(_frames(path, f"{what} {name}"))
     if not frames:
-        raise UsageError(f"video {name} holds no frame")
+        raise UsageError(_EMPTY.format(f"{what} {name}"))
     if len({frame.size for frame in frames}) > 1:
-        raise UsageError(f"video {name}: its frames must have one size")
-    _check_size(f"video {name}", frames[0])
+        raise UsageError(f"{what} {name}: its frames must have one size")
+    _check_size(f"{what} {name}", frames[0])
     return frames
 
 
@@ -88,7 +129,7 @@ def _cause(error: Exception) -> str:
 def _there(what: str, name: str) -> Path:
     path = Path(here(name)).expanduser()
     if not path.exists():
-        raise UsageError(f"{what} {name} does not exist")
+        raise UsageError(f"{what} {name} does not exist; check the name")
     if not path.is_file() and not path.is_dir():
         raise UsageError(f"{what} {name} is a device or a pipe; name a file")
     return path
@@ -107,7 +148,28 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
     return [(int(t), "") if t.isdigit() else (-1, t) for t in parts]
 
 
-def _frames(path: Path, name: str) -> list[Image]:
+def _in_folder(path: Path) -> list[Path]:
+    """The frames of a folder, in order."""
+    files = [p for p in path.iterdir() if p.suffix.lower() in _PICTURES]
+    return sorted(files, key=_by_number)
+
+
+@contextlib.contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """What PIL raises, as one line."""
+    from PIL import Image
+
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UsageError(
+            f"{what} cannot be read: {one_line(error)}; give a PNG or JPEG file"
+        ) from error
+
+
+def _frames(path: Path, what: str) -> Iterator[Image]:
     import imageio.v3 as iio
     from PIL import Image
 
@@ -115,9 +177,10 @@ def _frames(path: Path, name: str) -> list[Image]:
     pictures = path.suffix.lower() in {".gif", ".webp", ".png", ".apng"}
     plugin = "pillow" if pictures else "FFMPEG"
     try:
-        return [Image.fromarray(f[..., :3]) for f in iio.imiter(path, plugin=plugin)]
+        for frame in iio.imiter(path, plugin=plugin):
+            yield Image.fromarray(frame[..., :3])
     except (OSError, ValueError, RuntimeError, IndexError) as error:
         raise UsageError(
-            f"video {name} cannot be read: {_cause(error)}; give an mp4, webm or gif, "
-            "or a folder of images"
+            f"{what} cannot be read: {_cause(error)}; give an mp4, webm or gif, or a "
+            "folder of images"
         ) from error

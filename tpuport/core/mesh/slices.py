@@ -133,6 +133,15 @@ _TOPOLOGIES = {
 TOPOLOGY_NAMES: tuple[str, ...] = tuple(_TOPOLOGIES)
 
 
+def known_topologies() -> str:
+    """The smallest and the largest slice of each generation, in words."""
+    found = []
+    for family in _SLICES:
+        names = [name for name in TOPOLOGY_NAMES if name.startswith(f"{family}-")]
+        found.append(f"{names[0]} to {names[-1]}")
+    return ", ".join(found)
+
+
 def parse_topology(name: str, *, others: str = "") -> Topology:
     """The slice called ``name``, such as ``v5e-4``, ``v5p-8``, ``v6e-8``, ``v7x-8``.
 
@@ -152,8 +161,7 @@ def parse_topology(name: str, *, others: str = "") -> Topology:
         counted = "TensorCores" if _SLICES[family][1] == 2 else "chips"
         hint = f"of {family} there are {', '.join(near)} (the number counts {counted})"
     else:
-        families = ", ".join(_SLICES)
-        hint = f"generations are {families}, with a size such as v6e-8"
+        hint = f"there are {known_topologies()}"
         # The size says nothing: every generation has a slice of eight.
         if not size and (parts := re.fullmatch(r"(.*?[a-z])([0-9]+)", family)):
             family, size = parts.groups()

@@ -184,7 +184,8 @@ def _option(folder: PipelineFolder, name: str, value: Any) -> Any:
     if isinstance(value, str):
         for field in _FILES:
             if field in name and Path(value).expanduser().exists():
-                return _media(field, value)
+                read = {"image": read_image, "video": read_video}[field]
+                return read(value, f"--option {name}")
         value = yaml.safe_load(value)
     return _typed(name, value, takes[name].annotation)
 

@@ -26,15 +26,9 @@ from tpuport.core.files.stores import StorePath
 from tpuport.core.pipelines.loras import Lora, fuse
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.absent_packages import absent_packages, needs_of
-from tpuport.core.weights.checkpoint import (
-    INDEXES,
-    SMALL_FILES,
-    Checkpoint,
-    local_folder,
-    patterns,
-)
+from tpuport.core.weights.checkpoint import SMALL_FILES, Checkpoint, patterns
 from tpuport.core.weights.configs import building
-from tpuport.core.weights.hub import fetch
+from tpuport.core.weights.hub import INDEXES, fetch, local_folder
 from tpuport.core.weights.stored_tensors import StoredTensor, read_whole, unread
 from tpuport.errors import (
     UsageError,

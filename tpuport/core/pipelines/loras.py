@@ -6,9 +6,7 @@ peft fuses, as upstream's ``fuse_lora`` lets it.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,18 +36,16 @@ from tpuport.core.pipelines.lora_keys import (
     takers,
 )
 from tpuport.core.reports import Reporter, plural
-from tpuport.core.spec.lora_choice import LoraChoice
+from tpuport.core.spec.lora_choice import LoraChoice, on_hub, the_one
 from tpuport.core.weights.hub import fetch, file_names
 from tpuport.core.weights.stored_tensors import read_whole
-from tpuport.errors import UsageError, WeightsError, damaged
+from tpuport.errors import UsageError, damaged
 
 #: What a LoRA is called while it is being fused.
 _ADAPTER = "tpuport"
 #: Keys that a message lists.
 _LISTED = 3
 
-_HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+))?")
-_PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 #: What peft's ``save_pretrained`` writes: the weights, and the settings beside.
 _PEFT_FILE, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -90,12 +86,7 @@ class Lora:
             WeightsError: the file is no safetensors file.
             HubError: the hub cannot be reached, or has no such file.
         """
-        if importlib.util.find_spec("peft") is None:
-            raise UsageError(
-                f"LoRA {choice.name}: needs a package that is not installed: pip "
-                "install 'tpuport[lora]'"
-            )
-        file = _file(choice.name, reporter, cache, store)
+        file = choice.file() or _fetched(choice.name, reporter, cache, store)
         beside = file.with_name(_PEFT_SETTINGS)
         has_settings = file.name == _PEFT_FILE and beside.is_file()
         settings = hash_output(beside)[0] if has_settings else ""
@@ -276,63 +267,16 @@ def _adaptable(module: torch.nn.Module) -> Iterator[None]:
 # --- the file
 
 
-def _file(
+def _fetched(
     name: str, reporter: Reporter, cache: Path | None, store: StorePath | None
 ) -> Path:
-    path = Path(name).expanduser()
-    found = path
-    if not path.exists():
-        hub = _HUB_FILE.fullmatch(name)
-        if hub is None or name.endswith(_PICKLES) or _looks_local(name):
-            _refuse_pickle(name, path)
-            raise UsageError(
-                f"LoRA {name} does not exist, and it is no hub id (owner/name, or "
-                "owner/name/file.safetensors) either"
-            )
-        wanted = hub[2]
-        if not wanted:
-            there = file_names(hub[1], "--lora", reporter, store)
-            wanted = _the_one(name, there)
-        files = [wanted]
-        if Path(wanted).name == _PEFT_FILE:
-            files.append(str(Path(wanted).with_name(_PEFT_SETTINGS)))
-        found = fetch(hub[1], files, reporter, "--lora", cache, store) / wanted
-    elif path.is_dir():
-        found = path / _the_one(name, [p.name for p in sorted(path.iterdir())])
-    _refuse_pickle(name, found)
-    if not found.is_file():
-        raise UsageError(f"LoRA {name}: there is no file {found.name}")
-    return found.absolute()
-
-
-def _looks_local(name: str) -> bool:
-    """Whether a name of two parts is a file's, and no hub id."""
-    return name.count("/") == 1 and name.endswith(".safetensors")
-
-
-def _refuse_pickle(name: str, path: Path) -> None:
-    if path.suffix in _PICKLES:
-        raise WeightsError(
-            f"LoRA {name}: is a pickle file; pickle files can run code and are not "
-            "read. Convert it to safetensors"
-        )
-
-
-def _the_one(name: str, files: Sequence[str]) -> str:
-    """The one file of a LoRA among the files of a folder."""
-    there = [f for f in files if f.endswith(".safetensors")]
-    usual = [f for f in there if f.endswith("pytorch_lora_weights.safetensors")]
-    if len(usual or there) == 1:
-        return (usual or there)[0]
-    pickles = [f for f in files if f.endswith(_PICKLES)]
-    if not there and pickles:
-        _refuse_pickle(f"{name}/{pickles[0]}", Path(pickles[0]))
-    if not there:
-        raise UsageError(f"LoRA {name}: holds no safetensors file")
-    raise UsageError(
-        f"LoRA {name}: holds {len(there)} safetensors files; name one, such as "
-        f"{name.rstrip('/')}/{there[0]}"
-    )
+    """The file of a hub id."""
+    repo, file = on_hub(name)
+    wanted = file or the_one(name, file_names(repo, "--lora", reporter, store))
+    files = [wanted]
+    if Path(wanted).name == _PEFT_FILE:
+        files.append(str(Path(wanted).with_name(_PEFT_SETTINGS)))
+    return (fetch(repo, files, reporter, "--lora", cache, store) / wanted).absolute()
 
 
 def _settings_in(file: Path) -> dict[str, Any] | None:

@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from typing_extensions import TypedDict
 
 from tpuport.core.enums import StageName, WeightsOn
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
-from tpuport.core.files.sealed_json import read_document, write_document
-from tpuport.core.files.typed import checked
+from tpuport.core.files.sealed_json import write_document
 from tpuport.core.mesh.compiler_flags import GATHERS
 from tpuport.core.programs.executable_files import Entry, load, read_entry
-from tpuport.core.programs.folder_place import MANIFEST, MANIFEST_SCHEMA
+from tpuport.core.programs.folder_place import (
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    REMEDY,
+    Manifest,
+    read_manifest,
+)
 from tpuport.core.programs.jax_cache import XLA_FOLDER, persistent_cache
 from tpuport.core.programs.program_key import (
     ARITHMETIC,
@@ -37,7 +41,7 @@ from tpuport.core.programs.program_key import (
     differences,
 )
 from tpuport.core.reports import Reporter, plural
-from tpuport.errors import ArtifactError, MissingArtifactError, in_one_line
+from tpuport.errors import ArtifactError, in_one_line
 
 #: Whose flags of the compiler a program may have.
 _STAGES = (
@@ -46,26 +50,7 @@ _STAGES = (
     (StageName.DECODE,),
     (StageName.DECODE, GATHERS),
 )
-_REMEDY = "make the folder with `tpuport compile`"
 _AGAIN = "compile again with `tpuport compile`, or leave --executables out"
-
-
-class ProgramEntry(TypedDict):
-    """An executable of a folder."""
-
-    component: str
-    program: str
-    file: str
-    bytes: int
-    seconds: float
-    digest: str
-
-
-class Manifest(TypedDict):
-    """What is read of a manifest; the rest is for people."""
-
-    programs: list[ProgramEntry]
-    versions: dict[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +77,12 @@ class BuiltFolder:
             MissingArtifactError: there is no such folder, or no manifest in it.
             ArtifactError: the manifest or an executable is missing or damaged.
         """
-        if not folder.is_dir():
-            problem = "is not a folder" if folder.exists() else "does not exist"
-            raise MissingArtifactError(
-                f"the folder of executables {folder} {problem}; {_REMEDY}"
-            )
-        manifest = _manifest(folder)
+        manifest = read_manifest(folder)
         entries = []
         for program in manifest["programs"]:
             path = folder / Path(program["file"]).name
             if not path.is_file():
-                raise ArtifactError(f"{path}: is missing; {_REMEDY}")
+                raise ArtifactError(f"{path}: is missing; {REMEDY}")
             entries.append(read_entry(path))
         return cls(
             folder=folder, manifest=manifest, entries=tuple(entries), reporter=reporter
@@ -200,6 +180,7 @@ class BuiltFolder:
         folder = self.folder
         if entry is None:
             self.reporter.say(f"{folder}: {key.name} was not there: compiled")
+            self.reporter.compiling(key.component, key.name)
             return program.compile(), None
         try:
             arguments, _ = program.in_avals
@@ -211,6 +192,7 @@ class BuiltFolder:
                 f"{entry.path}: jax cannot load it ({type(error).__name__}: "
                 f"{one_line(error)}); going on with jax's own cache"
             )
+        self.reporter.compiling(key.component, key.name)
         with persistent_cache(folder / XLA_FOLDER):
             return program.compile(), None
 
@@ -230,13 +212,6 @@ class BuiltFolder:
         for words in each:
             error.add_note(f"  {in_one_line(words)}")
         return error
-
-
-def _manifest(folder: Path) -> Manifest:
-    """The manifest of a folder."""
-    file = folder / MANIFEST
-    found = read_document(file, MANIFEST_SCHEMA, _REMEDY)
-    return checked(Manifest, found, file, _REMEDY, extra="allow")
 
 
 def write_manifest(
@@ -262,7 +237,7 @@ def write_manifest(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     earlier: dict[str, Any] = {"programs": []}
     with contextlib.suppress(ArtifactError):
-        earlier = dict(_manifest(folder))
+        earlier = dict(read_manifest(folder))
     here = {entry.key.component for entry in entries}
     others = [p for p in earlier["programs"] if p["component"] not in here]
     # As they come back from a file: tuples are lists there.

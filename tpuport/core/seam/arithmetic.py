@@ -432,7 +432,10 @@ class Arithmetic(Between):
                 f"upstream's arithmetic between calls makes {MOST_PROGRAMS} programs: "
                 "from here on it runs on the host"
             )
-        reporter.compiling(ARITHMETIC, ARITHMETIC)
+        if self.devices.target.built is None:
+            reporter.compiling(ARITHMETIC, ARITHMETIC)
+        else:
+            reporter.loading(ARITHMETIC)
 
         def arithmetic(numbers: Any, arrays: Sequence[Any]) -> list[Any]:
             each, made = iter(numbers), list[Any]()

@@ -213,7 +213,7 @@ class Entry(ProgramRuns):
                 f"upstream's own code (on_host={component!r})"
             )
         self.settle()
-        self._journal.reporter.compiling(component, self.name)
+        self._tell()
         program, constant = self._compiled(given, known.constant)
         if self._too_large(program, given.state):
             assert self._blocks is not None

@@ -240,10 +240,17 @@ class ProgramRuns(ModuleWeights):
         ):
             return program.call(self._placed(), inputs)
 
+    def _tell(self) -> None:
+        """Tell that a program is compiled next, or loaded where there are some."""
+        reporter = self._journal.reporter
+        if self._devices.target.built is None:
+            reporter.compiling(self.name.partition(".")[0], self.name)
+        else:
+            reporter.loading(self.name)
+
     def _made_of(self, program: Program, differ: tuple[bool, ...]) -> Any:
         """``program`` compiled; two calls as one if ``differ`` names inputs."""
-        component = self.name.partition(".")[0]
-        self._journal.reporter.compiling(component, self.name)
+        self._tell()
         seconds = program.trace_seconds
         if differ:
             started = time.perf_counter()

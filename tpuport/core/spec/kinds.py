@@ -7,6 +7,7 @@ with the end of a sentence ("is not text"), or a TpuportError of its own.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +35,9 @@ from tpuport.kernels.attention.choice import AttentionChoice
 
 Kind = Callable[[Any], Any]
 T = TypeVar("T", bound=Word)
+
+#: The most that a picture is wider than high, or higher than wide.
+MOST_ASPECT = 4
 
 
 def _other(value: Any, needed: str) -> TypeError:
@@ -79,7 +83,9 @@ def weights(value: Any) -> str | Path:
     """A hub id, a folder, or the address of a folder in a store."""
     if isinstance(value, Path):
         return value
-    found = stores.place(text(value))
+    if not text(value):
+        raise ValueError("is empty; give a folder or a hub id")
+    found = stores.place(value)
     return str(found) if isinstance(found, stores.StorePath) else sources.here(value)
 
 
@@ -94,6 +100,14 @@ def texts(value: Any) -> tuple[str, ...]:
     """One string or several."""
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(text(item) for item in values)
+
+
+def prompts(value: Any) -> tuple[str, ...]:
+    """One prompt or several, each with a word in it."""
+    found = texts(value)
+    if not all(one.strip() for one in found):
+        raise ValueError('is empty; say what to show, such as "a red fox in the snow"')
+    return found
 
 
 def loras(value: Any) -> tuple[LoraChoice, ...]:
@@ -125,6 +139,25 @@ def positive(value: Any) -> int:
 def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _other(value, "a number")
+    try:
+        found = float(value)
+    except OverflowError:
+        raise ValueError("is too large") from None
+    if not math.isfinite(found):
+        raise ValueError("is no finite number")
+    return found
+
+
+def number_over_0(value: Any) -> float:
+    if number(value) <= 0:
+        raise ValueError("is not positive; give a number such as 8")
+    return float(value)
+
+
+def share(value: Any) -> float:
+    """A number in (0, 1]."""
+    if not 0 < number(value) <= 1:
+        raise ValueError("is not in (0, 1]; give a number such as 0.7")
     return float(value)
 
 
@@ -160,8 +193,10 @@ def seeds(value: Any) -> tuple[int, ...]:
                     raise ValueError("is not an integer, or several as 1,2,3")
                 part = int(part)
             found.append(integer(part))
+            if not -(2**63) <= found[-1] < 2**63:
+                raise ValueError("has more than 64 bits; give a seed such as 7")
     if not found:
-        raise ValueError("is empty")
+        raise ValueError("is empty; give a seed such as 7")
     return tuple(found)
 
 
@@ -184,7 +219,17 @@ def aspect_ratio(value: Any) -> tuple[float, float] | None:
     match = re.fullmatch(rf"\s*{side}\s*[:x/]\s*{side}\s*", str(value))
     if match is None or not float(match[1]) or not float(match[2]):
         raise ValueError("is not WIDTH:HEIGHT, such as 16:9")
-    return float(match[2]), float(match[1])
+    height, width = float(match[2]), float(match[1])
+    if max(height / width, width / height) > MOST_ASPECT:
+        raise ValueError("is out of range: shapes go from 1:4 to 4:1")
+    return height, width
+
+
+def size_class(value: Any) -> str:
+    """``"480p"``, or ``"480"``."""
+    if not re.fullmatch(r"[1-9][0-9]{1,4}p?", text(value)):
+        raise ValueError("is no size class; give one such as 480p")
+    return str(value)
 
 
 def options(value: Any) -> dict[str, Any]:
@@ -200,7 +245,7 @@ def options(value: Any) -> dict[str, Any]:
     for item in value if isinstance(value, list) else [value]:
         name, equals, rest = text(item).partition("=")
         if not equals or not name.strip():
-            raise ValueError("is not NAME=VALUE")
+            raise ValueError("is not NAME=VALUE, such as max_sequence_length=128")
         found[name.strip().replace("-", "_")] = rest.strip()
     return found
 
@@ -282,11 +327,11 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     Raises:
         UsageError: it cannot be read, or holds none.
     """
-    lines = [line.strip() for line in read_text(path, "prompt file").splitlines()]
+    lines = [line.strip() for line in read_text(path, "--prompt-file").splitlines()]
     prompts = tuple(line for line in lines if line and not line.startswith("#"))
     if not prompts:
         raise UsageError(
-            f"prompt file {path} holds no prompt; write one on each line (blank lines "
-            "and lines that start with # are skipped)"
+            f"--prompt-file {path} holds no prompt; write one on each line (blank "
+            "lines and lines that start with # are skipped)"
         )
     return prompts

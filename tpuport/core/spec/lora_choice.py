@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tpuport.core.files import sources
-from tpuport.errors import UsageError, quoted
+from tpuport.errors import UsageError, WeightsError, quoted
 
 _SCALE = re.compile(
     r"(.+):([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf|nan))", re.IGNORECASE
 )
 _COMPONENT = re.compile(r"(.+):([a-z]\w*)")
+_HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+))?")
+_PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,36 @@ class LoraChoice:
             )
         return cls(text, scale, component)
 
+    def file(self) -> Path | None:
+        """The file on this machine; ``None`` for a hub id. Nothing is read.
+
+        Raises:
+            UsageError: there is no such file, or peft is not installed.
+            WeightsError: the file is a pickle.
+        """
+        if importlib.util.find_spec("peft") is None:
+            raise UsageError(
+                f"LoRA {self.name}: needs a package that is not installed: pip "
+                "install 'tpuport[lora]'"
+            )
+        path = found = Path(self.name).expanduser()
+        if not path.exists():
+            # A name of two parts is a file's, and no hub id.
+            looks_local = self.name.count("/") == 1 and path.suffix == ".safetensors"
+            if looks_local or not on_hub(self.name)[0]:
+                _refuse_pickle(self.name, path)
+                raise UsageError(
+                    f"LoRA {self.name} does not exist, and it is no hub id "
+                    "(owner/name, or owner/name/file.safetensors) either"
+                )
+            return None
+        if path.is_dir():
+            found = path / the_one(self.name, [p.name for p in sorted(path.iterdir())])
+        _refuse_pickle(self.name, found)
+        if not found.is_file():
+            raise UsageError(f"LoRA {self.name}: there is no file {found.name}")
+        return found.absolute()
+
     def absolute(self) -> LoraChoice:
         """The choice from any folder; a hub id stays."""
         path = Path(self.name).expanduser()
@@ -75,3 +109,34 @@ class LoraChoice:
     def __str__(self) -> str:
         parts = [self.name, self.component, f"{self.scale!r}"]
         return ":".join(filter(None, parts))
+
+
+def on_hub(name: str) -> tuple[str, str]:
+    """The hub id in a name, and the file of it; empty where there is none."""
+    found = None if name.endswith(_PICKLES) else _HUB_FILE.fullmatch(name)
+    return (found[1], found[2] or "") if found else ("", "")
+
+
+def _refuse_pickle(name: str, path: Path) -> None:
+    if path.suffix in _PICKLES:
+        raise WeightsError(
+            f"LoRA {name}: is a pickle file; pickle files can run code and are not "
+            "read. Convert it to safetensors"
+        )
+
+
+def the_one(name: str, files: Sequence[str]) -> str:
+    """The one file of a LoRA among the files of a folder."""
+    there = [f for f in files if f.endswith(".safetensors")]
+    usual = [f for f in there if f.endswith("pytorch_lora_weights.safetensors")]
+    if len(usual or there) == 1:
+        return (usual or there)[0]
+    pickles = [f for f in files if f.endswith(_PICKLES)]
+    if not there and pickles:
+        _refuse_pickle(f"{name}/{pickles[0]}", Path(pickles[0]))
+    if not there:
+        raise UsageError(f"LoRA {name}: holds no safetensors file")
+    raise UsageError(
+        f"LoRA {name}: holds {len(there)} safetensors files; name one, such as "
+        f"{name.rstrip('/')}/{there[0]}"
+    )

@@ -391,7 +391,7 @@ class ModelPlugin:
         """
         if layout not in self.layouts:
             known = ", ".join(self.layouts)
-            raise UsageError(f"sharding {layout!r}: {self.name} has {known}")
+            raise UsageError(f"--sharding {layout!r}: {self.name} has {known}")
 
     def variant(self, name: str | None) -> tuple[str, Published]:
         """The variant of a name, by default the first, and its name.

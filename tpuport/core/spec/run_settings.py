@@ -113,12 +113,15 @@ class Setting:
 
 
 #: The kinds of one value or several.
-_SEVERAL = (kinds.texts, kinds.seeds, kinds.options, kinds.stages, kinds.loras)
+_SEVERAL = (
+    *(kinds.texts, kinds.prompts, kinds.seeds, kinds.options, kinds.stages),
+    kinds.loras,
+)
 #: Kind -> what the parser of the command line makes of a text, where that is no text.
 _TAKES: dict[kinds.Kind, Any] = {
     kinds.positive: int,
     kinds.number_from_0: int,
-    kinds.number: float,
+    **dict.fromkeys((kinds.number, kinds.number_over_0, kinds.share), float),
     kinds.flag: bool,
     **dict.fromkeys(_SEVERAL, list[str]),
 }
@@ -182,7 +185,7 @@ class Asked:
     """
 
     prompt: tuple[str, ...] = what(
-        kinds.texts,
+        kinds.prompts,
         "--prompt TEXT",
         "What to show; may be repeated for several videos.",
         panel=None,
@@ -220,7 +223,10 @@ class Asked:
         commands="GEPCBJ",
     )
     fps: float | None = what(
-        kinds.number, "--fps", "Frames per second of the written file.", commands="GEJ"
+        kinds.number_over_0,
+        "--fps",
+        "Frames per second of the written file.",
+        commands="GEJ",
     )
     num_inference_steps: int | None = what(
         kinds.positive,
@@ -250,10 +256,12 @@ class Asked:
         kinds.media, "--video FILE", "Start from this video, or folder of frames."
     )
     strength: float | None = what(
-        kinds.number, "--strength", "With --video: share of the steps run, in (0, 1]."
+        kinds.share, "--strength", "With --video: share of the steps run, in (0, 1]."
     )
     resolution: str | None = what(
-        kinds.text, "--resolution NAME", "Size class such as 480p, in place of --size."
+        kinds.size_class,
+        "--resolution NAME",
+        "Size class such as 480p, in place of --size.",
     )
     aspect_ratio: tuple[float, float] | None = what(
         kinds.aspect_ratio,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +17,9 @@ from typing import Any
 
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.sealed_json import canonical
-from tpuport.core.files.stores import StorePath, place
-from tpuport.core.files.typed import read_json
 from tpuport.core.weights.configs import check_config
-from tpuport.errors import MissingWeightsError, WeightsError, damaged
-
-#: The files that name a pipeline and its components; the second, of one made of blocks.
-INDEXES = ("model_index.json", "modular_model_index.json")
+from tpuport.core.weights.hub import INDEXES, read_index, read_object
+from tpuport.errors import WeightsError, damaged
 
 #: Whose classes a checkpoint may name.
 _LIBRARIES = ("diffusers", "transformers")
@@ -34,8 +29,6 @@ SMALL_FILES = (".json", ".model", ".txt", ".jinja")
 
 #: File names of a component's weights, as diffusers and transformers spell them.
 STEMS = ("diffusion_pytorch_model", "model")
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass
@@ -54,9 +47,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         # Upstream's loaders could take a relative path of two parts for a hub id.
         self.folder = self.folder.absolute()
-        there = [name for name in INDEXES if (self.folder / name).is_file()]
-        self.index_name = there[0] if there else INDEXES[0]
-        index = _read_json(self.folder / self.index_name)
+        self.index_name, index = read_index(self.folder)
         if self.index_name != INDEXES[0]:
             # A third value tells where a component came from once.
             index = {name: _pair(entry) for name, entry in index.items()}
@@ -84,7 +75,7 @@ class Checkpoint:
                 "not a complete diffusers checkpoint",
                 "the checkpoint",
             )
-        config = _read_json(found[0])
+        config = read_object(found[0])
         name = self.class_name(component)
         # A class of a plugin's own library is the plugin's to check.
         if name and (library := self.index[component][0]) in _LIBRARIES:
@@ -238,7 +229,7 @@ def _files_read(folder: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> name of its file."""
-    mapping = _read_json(index).get("weight_map")
+    mapping = read_object(index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise damaged(f"{index} has no map")
     for tensor, name in mapping.items():
@@ -254,43 +245,6 @@ def _pair(entry: Any) -> Any:
     """Library and class of a component; any other value of an index as it is."""
     told = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
     return entry[:2] if told else entry
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = read_json(path, WeightsError, "download the file again")
-    except FileNotFoundError:
-        raise WeightsError(
-            f"{path} is missing; the folder is not a diffusers checkpoint (one has "
-            f"{' or '.join(INDEXES)}, and a folder per component)"
-        ) from None
-    if not isinstance(data, dict):
-        raise damaged(f"{path} is not a JSON object")
-    return data
-
-
-def local_folder(weights: str | Path) -> Path | None:
-    """The folder that ``weights`` names; ``None`` for a hub id or a store's address.
-
-    Raises:
-        MissingWeightsError: there is no such folder, and it cannot be a hub id.
-    """
-    text = str(weights)
-    folder = place(text)
-    if isinstance(folder, StorePath):
-        return None
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise MissingWeightsError(
-            f"weights {text!r} is a file; a folder in the diffusers layout is needed"
-        )
-    if isinstance(weights, str) and _HUB_ID.fullmatch(text):
-        return None
-    raise MissingWeightsError(
-        f"weights folder {text!r} does not exist, and it is not a hub id "
-        "(owner/name) either"
-    )
 
 
 def patterns(folders: Sequence[str], *suffixes: str) -> list[str]:

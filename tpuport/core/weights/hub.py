@@ -1,4 +1,4 @@
-"""Files from the hub or from a store, with progress for people.
+"""What names weights: a folder, or what is fetched from the hub or from a store.
 
 A store may keep what came from the hub: ``hub/OWNER--NAME/COMMIT/`` has the files, each
 there whole or not at all, and ``hub/OWNER--NAME/main.json`` the newest commit that a
@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,9 +19,16 @@ from typing import Any
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stores import StorePath, fetched, place
+from tpuport.core.files.typed import read_json
 from tpuport.core.mesh.hosts import here
 from tpuport.core.reports import Reporter
-from tpuport.errors import HubError, TpuportError
+from tpuport.errors import (
+    HubError,
+    MissingWeightsError,
+    TpuportError,
+    WeightsError,
+    damaged,
+)
 
 #: Of a store: what came from the hub.
 HUB = "hub"
@@ -41,6 +49,64 @@ class _Commit:
 
 #: What was asked in this process, so that all files of a run are of one commit.
 _commits: dict[tuple[str, StorePath], _Commit | None] = {}
+
+#: The files that name a pipeline and its components; the second, of one made of blocks.
+INDEXES = ("model_index.json", "modular_model_index.json")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def local_folder(weights: str | Path) -> Path | None:
+    """The folder that ``weights`` names; ``None`` for a hub id or a store's address.
+
+    Raises:
+        MissingWeightsError: there is no such folder, and it cannot be a hub id.
+    """
+    text = str(weights)
+    folder = place(text)
+    if isinstance(folder, StorePath):
+        return None
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise MissingWeightsError(
+            f"weights {text!r} is a file; a folder in the diffusers layout is needed"
+        )
+    if isinstance(weights, str) and _HUB_ID.fullmatch(text):
+        return None
+    raise MissingWeightsError(
+        f"weights folder {text!r} does not exist, and it is not a hub id "
+        "(owner/name) either"
+    )
+
+
+def read_index(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The name and the content of the file that names a pipeline.
+
+    Raises:
+        WeightsError: there is none, or it is no JSON object.
+    """
+    there = [name for name in INDEXES if (folder / name).is_file()]
+    name = there[0] if there else INDEXES[0]
+    return name, read_object(folder / name)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint.
+
+    Raises:
+        WeightsError: there is none.
+    """
+    try:
+        data = read_json(path, WeightsError, "download the file again")
+    except FileNotFoundError:
+        raise WeightsError(
+            f"{path} is missing; the folder is not a diffusers checkpoint (one has "
+            f"{' or '.join(INDEXES)}, and a folder per component)"
+        ) from None
+    if not isinstance(data, dict):
+        raise damaged(f"{path} is not a JSON object")
+    return data
 
 
 def fetch(
