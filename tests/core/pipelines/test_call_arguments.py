@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from tpuport.core.pipelines.call_arguments import arguments_of
+from tpuport.core.pipelines.call_arguments import arguments_of, made_of
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.spec.run_settings import Asked
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -69,3 +71,12 @@ def test_what_tpuport_sets_is_said_to_be_set(
 ) -> None:
     with pytest.raises(UsageError, match=told):
         arguments_of(folder_of(tmp_path, "WanPipeline"), Asked(options={name: "1"}))
+
+
+def test_images_are_the_frames_of_one_video() -> None:
+    """As TextToVideoZeroPipeline gives frames, and pipelines of images their image."""
+    images = np.zeros((8, 4, 4, 3))
+    output = SimpleNamespace(images=images, nsfw_content_detected=None)
+    assert made_of(output, object()).frames.shape == (1, *images.shape)
+    with pytest.raises(UsageError, match="made no video: it returns a dict"):
+        made_of({"latents": images}, object())

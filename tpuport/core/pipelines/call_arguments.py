@@ -58,7 +58,7 @@ _LISTED = 140
 _REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 #: Outputs of pipelines, and of blocks.
 FRAMES, SOUNDS, RATE = (
-    ("frames", "videos", "video"),
+    ("frames", "videos", "video", "images"),
     ("audio", "sound"),
     "sampling_rate",
 )
