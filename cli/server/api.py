@@ -23,6 +23,7 @@ from tpuport.cli.server.fields import (
     Limits,
     Wanted,
     seconds_text,
+    too_many_steps,
     understood,
 )
 from tpuport.cli.server.guard import MOST_BODY
@@ -231,6 +232,8 @@ class Service:
         found = made.checks.check(requests[0].settings)
         if found.error:
             raise self._refused(name, found.error)
+        if found.facts["steps"] > self.limits.steps:  # the model's own number
+            raise too_many_steps(self.limits.steps)
         return {
             "model": self.model,
             "fields": wanted.fields,
@@ -250,8 +253,9 @@ class Service:
         if about.startswith("--option ") and colon:
             option = about.removeprefix("--option ")
             return Refused(400, f"extra: {option}: {why}", "extra")
-        if about.startswith("scheduler=") and "flow_shift=" in about:
-            return Refused(400, f"flow_shift: {why}", "flow_shift")
+        if about.startswith("scheduler="):
+            field = "flow_shift" if "flow_shift=" in about else "extra"
+            return Refused(400, f"{field}: {why}", field)
         return Refused(400, text)
 
     def content(self, job: Job, variant: str, index: int) -> tuple[Path, str]:
