@@ -328,6 +328,62 @@ def test_an_interrupt_without_an_answer_deletes_the_job_or_tells_where_it_is(
     assert (len(fake.jobs), told in caplog.text) == ((0, False) if back else (1, True))
 
 
+@pytest.mark.parametrize(
+    ("named", "sent"),
+    [
+        ("{fake.url}", True),
+        ("{fake.url}/v1/", True),
+        ("http://127.0.0.1:1", False),
+        ("https://127.0.0.1:{fake.port}", False),
+        ("http://localhost:{fake.port}", False),
+        ("http://127.0.0.1:{fake.port}/other", False),
+        ("", False),
+    ],
+)
+def test_the_key_goes_to_the_server_of_the_environment_alone(
+    nodes: dict[str, Any],
+    fake: Fake,
+    named: str,
+    sent: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A workflow of somebody else may name any server."""
+    monkeypatch.setenv("TPUPORT_API_KEY", "a-secret-key")
+    monkeypatch.setenv("TPUPORT_SERVER", named.format(fake=fake))
+    executed(nodes["TpuportTextToVideo"], prompt="a", server=fake.url, steps=1)
+    found = {headers.get("Authorization") for _, _, headers in fake.asked}
+    assert found == ({"Bearer a-secret-key"} if sent else {None})
+
+
+@pytest.mark.parametrize("pictured", [False, True])
+def test_no_redirect_is_followed(
+    nodes: dict[str, Any],
+    cli: Cli,
+    fake: Fake,
+    pictured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither by a node nor by `tpuport submit`: the key would go along."""
+    other = Fake(video=b"", preview=b"")
+    other.start()
+    monkeypatch.setenv("TPUPORT_API_KEY", "a-secret-key")
+    monkeypatch.setenv("TPUPORT_SERVER", fake.url)
+    fake.moved = other.url
+    try:
+        image = {"image": torch.zeros(1, 8, 8, 3)} if pictured else {}
+        node = nodes["TpuportImageToVideo" if pictured else "TpuportTextToVideo"]
+        with pytest.raises(RuntimeError, match="redirects are not followed"):
+            executed(node, prompt="a", server=fake.url, **image)
+        asked = ("submit", "--server", fake.url, "--prompt", "a", "--out", "x.mp4")
+        flags = ("--image", "x.png") if pictured else ()
+        picture().save("x.png")
+        cli.refused("302, Found", *asked, *flags, code=1)
+    finally:
+        other.end()
+    assert [method for method, _, _ in fake.asked] == ["POST"] * 2
+    assert other.asked == []
+
+
 def test_a_refusal_is_the_servers_own_words(
     nodes: dict[str, Any], served: Running
 ) -> None:
