@@ -47,12 +47,11 @@ _MEANT = {
     "cfg": "guidance_scale",
     "guidance": "guidance_scale",
     "image": IMAGE,
-    "width": "size",
-    "height": "size",
     "option": "extra",
 }
-#: In a form, a field of the object that an image may be.
-IMAGE_URL = f"{IMAGE}[image_url]"
+#: In an error: a flag, and the folders of a file.
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",;:]+/)+")
 _TEXTS = ("prompt", "model", "size", "negative_prompt", "lora")
 #: As ``generate`` has them.
 _SAME = ("prompt", "negative_prompt", "fps", "num_inference_steps", "guidance_scale")
@@ -213,6 +212,20 @@ class Wanted:
     shape: Shape
     seeds: list[int]
     values: dict[str, Any]
+
+
+def plain(text: str) -> str:
+    """An error of a run in a request's words, without places of this machine."""
+    text = _FOLDERS.sub("", text)
+    text = _FLAG.sub(lambda found: _field(found[1]), text)
+    server = "a server that is started with --blocks upstream takes this"
+    return text.replace("run with blocks='upstream'", server)
+
+
+def _field(flag: str) -> str:
+    """What a flag of ``generate`` is for a client."""
+    name = _MEANT.get(flag, flag.replace("-", "_"))
+    return name if name in (*FIELDS, IMAGE) else f"the server's --{flag}"
 
 
 def of_text(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ def test_a_full_disk_takes_no_job(
     )
     guard = Guard(application(service), keys=(), local=False, metrics=Metrics())
     client = TestClient(guard)
+    answer = client.head("/health")
+    assert (answer.status_code, answer.content) == (200, b"")
     free = FREE - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     answer = client.post("/v1/videos", json={"prompt": "a fox"})

@@ -210,6 +210,24 @@ def test_submit_writes_what_the_server_makes_and_replay_takes_it(
     assert "the same frames" in cli.good("replay", "x-001.mp4").err
 
 
+def test_settings_of_a_job_sent_again_make_the_same_video(served: Running) -> None:
+    """They name what the request did not: another server has other defaults."""
+    first = served.create(prompt="a red star")
+    settings = served.done(first)["tpuport"]["settings"]
+    assert settings == {
+        "prompt": "a red star",
+        "size": "32x32",
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "guidance_scale": 6.0,
+        "fps": 8.0,
+        "seed": 0,
+    }
+    again = served.create(**settings)
+    assert served.done(again)["tpuport"]["settings"] == settings
+    assert served.video(again) == served.video(first)
+
+
 def test_a_video_from_an_image_is_replayed_where_the_image_is(
     cli: Cli, served: Running
 ) -> None:
@@ -245,6 +263,8 @@ def test_text_to_video_shows_progress_and_a_preview(
         "num_inference_steps": 400,
         "size": "32x32",
         "num_frames": 5,
+        "fps": 8.0,
+        "guidance_scale": 6.0,
         "extra": {"eta": 0.0},
     }
     values = [value for value, total, _ in comfy.progress if total == 400]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.server.fields import Limits, Shape, Wanted, of_text, understood
+from tpuport.cli.server.fields import Limits, Shape, Wanted, of_text, plain, understood
 from tpuport.cli.server.messages import Refused
+from tpuport.core.layers.text_and_video import refuse_kwargs
 
 SHAPES = (
     Shape(96, 64, 9, fps=8.0, state="ready"),
@@ -158,3 +159,30 @@ def test_a_form_has_numbers_as_text() -> None:
     with pytest.raises(Refused) as caught:
         of_text({"seed": "seven"})
     assert "seed: 'seven' is not a number" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("--steps 2: at least 3", "num_inference_steps 2: at least 3"),
+        (
+            "--num-frames: takes none; add --image FILE",
+            "num_frames: takes none; add input_reference FILE",
+        ),
+        ("--mesh tp=3: no", "the server's --mesh tp=3: no"),
+        (
+            "a -- b, x--y and 1/2 of https://a/b/c",
+            "a -- b, x--y and 1/2 of https://a/b/c",
+        ),
+        ("no such file: '/srv/jobs/video_1/x.png'", "no such file: 'x.png'"),
+    ],
+)
+def test_an_error_of_a_run_is_told_in_words_of_a_request(said: str, told: str) -> None:
+    assert plain(said) == told
+
+
+def test_what_the_blocks_of_the_server_take_is_the_servers() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        refuse_kwargs({"scale": 1})
+    told = plain(str(caught.value))
+    assert told.endswith("a server that is started with --blocks upstream takes this")
