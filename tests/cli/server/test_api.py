@@ -10,21 +10,19 @@ from typing import Any, cast
 import pytest
 from fastapi.testclient import TestClient
 
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.server.api import FREE, Service, application
-from tpuport.cli.server.fields import Limits
+from tpuport.cli.server.fields import Limits, Shape
 from tpuport.cli.server.guard import Guard
 from tpuport.cli.server.jobs import Jobs
+from tpuport.cli.server.messages import Checked, Refused
 from tpuport.cli.server.metrics import Metrics
 from tpuport.cli.server.work import READY
 
 
-def test_a_full_disk_takes_no_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = Jobs(tmp_path / "jobs.sqlite3")
-    files = SimpleNamespace(folder=tmp_path)
-    made: Any = SimpleNamespace(status=READY, error="", jobs=jobs, files=files)
-    service = Service(
+def service_of(**dispatcher: Any) -> Service:
+    made: Any = SimpleNamespace(status=READY, error="", **dispatcher)
+    return Service(
         dispatcher=made,
         metrics=Metrics(),
         model="fox",
@@ -33,6 +31,31 @@ def test_a_full_disk_takes_no_job(
         urls=False,
         created=0,
     )
+
+
+def test_steps_that_a_request_leaves_to_the_model_are_within_the_most(
+    tmp_path: Path,
+) -> None:
+    request = SimpleNamespace(settings=Settings(), digest="")
+    found = Checked(number=1, facts={"steps": 10})
+    service = service_of(
+        shapes=(Shape(32, 16, 5, 8.0, "ready"),),
+        below=Settings(),
+        image=False,
+        files=SimpleNamespace(
+            requests=lambda *given: [request], place=lambda name: tmp_path / name
+        ),
+        checks=SimpleNamespace(check=lambda settings: found),
+    )
+    with pytest.raises(Refused, match="num_inference_steps: is more than 9"):
+        service.add({"prompt": "a fox"}, None, "", None)
+
+
+def test_a_full_disk_takes_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Jobs(tmp_path / "jobs.sqlite3")
+    service = service_of(jobs=jobs, files=SimpleNamespace(folder=tmp_path))
     guard = Guard(application(service), keys=(), local=False, metrics=Metrics())
     client = TestClient(guard)
     answer = client.head("/health")
