@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -58,7 +58,8 @@ def command(
     where it has a parameter ``context``, with Typer's. Its errors are reported.
 
     Args:
-        about: the command's own options and arguments, by parameter.
+        about: the command's own options and arguments, by parameter; and words in
+            place of the table's.
     """
     letter = next(letter for letter, known in COMMANDS.items() if known == name)
 
@@ -77,15 +78,17 @@ def command(
             "context": _parameter("context", typer.Context, inspect.Parameter.empty),
             **{p.name: _parameter(p.name, p.annotation, p.default) for p in own},
         }
-        for key, said in about.items():
-            kind: Any = parameters[key].annotation
-            parameters[key] = parameters[key].replace(annotation=Annotated[kind, said])
         for setting in TABLE.values():
             many = OF_MANY.get(letter)
             if many(setting) if many else letter in setting.commands:
                 default = False if setting.takes is bool else None
                 made = _parameter(setting.key, _annotation(setting), default)
                 parameters.setdefault(setting.key, made)
+        for key, said in about.items():
+            kind: Any = parameters[key].annotation
+            if get_origin(kind) is Annotated:  # of the table
+                kind = get_args(kind)[0]
+            parameters[key] = parameters[key].replace(annotation=Annotated[kind, said])
         if letter in WITH_A_FILE:
             parameters["config"] = _parameter("config", Config, None)
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -53,6 +53,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     ),
     max_steps=flag("--max-steps N", "The most steps of a video.", min=1),
     loras=flag("--loras FOLDER", "LoRA files that requests may name."),
+    name=flag("--name HOST", "A name, as before a proxy here; may be repeated."),
     allow_urls=flag("--allow-urls", "Open public https addresses of images."),
     ray=flag("--ray ADDRESS|local", "A Ray cluster; local starts one here."),
     replicas=flag(
@@ -73,6 +74,7 @@ def serve(
     shapes: list[str] | None = None,
     max_steps: int = 200,
     loras: str | None = None,
+    name: list[str] | None = None,
     allow_urls: bool = False,
     ray: str | None = None,
     replicas: int | None = None,
@@ -106,6 +108,7 @@ def serve(
         keep=read_value(_seconds, keep, "--keep"),
         queue=queue,
         urls=allow_urls,
+        names=tuple(name or ()),
     )
     cluster = _Cluster(ray, replicas, _slice_of_one_host(ray, replicas, topology))
     own = place(folder, "--folder") or check_cache(settings) / "serve"
@@ -133,6 +136,7 @@ class _Asked:
     keep: float
     queue: int
     urls: bool
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -295,7 +299,7 @@ def _serve(
     )
     app = application(service)
     config = uvicorn.Config(
-        Guard(app, keys=asked.keys, local=local, metrics=metrics),
+        Guard(app, keys=asked.keys, local=local, metrics=metrics, names=asked.names),
         log_level="critical",
         access_log=False,
         server_header=False,

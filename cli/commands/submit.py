@@ -27,7 +27,7 @@ from tpuport.core.files.video_file import free_output, put_file
 from tpuport.core.reports import StageReport
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import kinds
-from tpuport.core.spec.run_settings import read_value
+from tpuport.core.spec.run_settings import WHAT, read_value
 from tpuport.errors import ServerError, TpuportError, UsageError
 
 if TYPE_CHECKING:
@@ -52,6 +52,18 @@ _SAME = (
     flow_shift=flag("--flow-shift X", "Shift of the schedule of steps."),
     api_key_file=flag("--api-key-file FILE", f"Its first line; else ${KEY}."),
     job=flag("--job ID", "Wait for a job that is there, in place of a new one."),
+    prompt=flag("--prompt TEXT", "What to show."),
+    seed=flag("--seed N", "Of the first video. (default: 0)"),
+    negative_prompt=flag(
+        "--negative-prompt TEXT", "What to steer away from.", rich_help_panel=WHAT
+    ),
+    model=flag("--model NAME", "Refused unless the server has this model."),
+    out=flag("--out FILE", "A .mp4 file; several are numbered."),
+    lora=flag(
+        "--lora NAME[:SCALE]",
+        "Add a LoRA that the server has; may be repeated.",
+        rich_help_panel=WHAT,
+    ),
 )
 def submit(
     settings: Settings,
@@ -65,7 +77,7 @@ def submit(
     """Let a server make a video, and write the video here.
 
     Ctrl-C deletes the job. SIGTERM and SIGHUP leave the job to the server; --job
-    waits for the job again. A --lora is a name that the server knows.
+    waits for the job again.
 
     Example: tpuport submit --server http://127.0.0.1:8000 --prompt "a fox" --out x.mp4
     """

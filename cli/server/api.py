@@ -16,6 +16,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.server.bodies import KEY, asked_of, digest_of, key_of
 from tpuport.cli.server.dispatcher import Dispatcher
 from tpuport.cli.server.fields import (
@@ -23,7 +24,9 @@ from tpuport.cli.server.fields import (
     MOST_VIDEOS,
     Limits,
     Wanted,
+    plain,
     seconds_text,
+    too_many_steps,
     understood,
 )
 from tpuport.cli.server.guard import MOST_BODY
@@ -106,7 +109,7 @@ class Service:
             "prompt": asked["fields"]["prompt"],
             "size": asked["size"] or "",
             "seconds": seconds_text(frames, asked["fps"]),
-            "error": {"code": "failed", "message": job.error} if job.error else None,
+            "error": _told(job.error),
             "remixed_from_video_id": None,
             "tpuport": {
                 "stage": live.what if live else None,
@@ -228,13 +231,15 @@ class Service:
         try:
             requests = made.files.requests(name, values, wanted.seeds)
         except TpuportError as error:
-            raise self._refused(name, in_one_line(error)) from error
+            raise _refused(in_one_line(error)) from error
         found = made.checks.check(requests[0].settings)
         if found.error:
-            raise self._refused(name, found.error)
+            raise _refused(found.error)
+        if found.facts["steps"] > self.limits.steps:  # the model's own number
+            raise too_many_steps(self.limits.steps)
         return {
             "model": self.model,
-            "fields": wanted.fields,
+            "fields": _resolved(found.facts, requests[0].settings) | wanted.fields,
             "values": values,
             "seeds": wanted.seeds,
             "digests": [one.digest for one in requests],
@@ -243,17 +248,6 @@ class Service:
             "num_frames": wanted.shape.num_frames,
             "size": wanted.shape.size,
         }
-
-    def _refused(self, name: str, text: str) -> Refused:
-        """An error of a run in a request's words, without places of this machine."""
-        text = text.replace(f"{self.dispatcher.files.place(name)}/", "")
-        about, colon, why = text.partition(": ")
-        if about.startswith("--option ") and colon:
-            option = about.removeprefix("--option ")
-            return Refused(400, f"extra: {option}: {why}", "extra")
-        if about.startswith("scheduler=") and "flow_shift=" in about:
-            return Refused(400, f"flow_shift: {why}", "flow_shift")
-        return Refused(400, text)
 
     def content(self, job: Job, variant: str, index: int) -> tuple[Path, str]:
         """A file of a job, and what it is.
@@ -306,6 +300,30 @@ class Service:
         }
 
 
+def _told(error: str) -> dict[str, str] | None:
+    return {"code": "failed", "message": plain(error)} if error else None
+
+
+def _refused(text: str) -> Refused:
+    """An error of a run, with the field that is at fault."""
+    about, colon, why = text.partition(": ")
+    if about.startswith("--option ") and colon:
+        option = about.removeprefix("--option ")
+        return Refused(400, f"extra: {option}: {plain(why)}", "extra")
+    if about.startswith("scheduler="):
+        field = "flow_shift" if "flow_shift=" in about else "extra"
+        return Refused(400, f"{field}: {plain(why)}", field)
+    return Refused(400, plain(text))
+
+
+def _resolved(facts: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """What a request did not say, so that other flags of a server change nothing."""
+    names = ("num_frames", "num_inference_steps", "guidance_scale", "fps")
+    found = {name: facts[name] for name in names}
+    found["negative_prompt"] = settings.negative_prompt
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _number(request: Request, name: str, default: int, most: int) -> int:
     text = request.query_params.get(name)
     if text is None:
@@ -354,13 +372,13 @@ def application(service: Service) -> FastAPI:
 def _add_looks(app: FastAPI, service: Service) -> None:
     """What looks at the server."""
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if service.dispatcher.status == FAILED:
             return JSONResponse({"status": FAILED}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> Response:
         found = service.ready()
         return JSONResponse(found, 200 if found["status"] == READY else 503)

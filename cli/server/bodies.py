@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -13,7 +14,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from tpuport.cli.batches.requests import object_of
-from tpuport.cli.server.fields import IMAGE, IMAGE_URL, of_text
+from tpuport.cli.server.fields import IMAGE, of_text
 from tpuport.cli.server.guard import MOST_BODY
 from tpuport.cli.server.messages import Refused
 from tpuport.errors import TpuportError, in_one_line, quoted
@@ -21,6 +22,20 @@ from tpuport.errors import TpuportError, in_one_line, quoted
 #: Bytes of JSON beside an image: to read more takes seconds.
 _MOST_JSON = 1 << 20
 _IMAGE = re.compile(rb'"data:image/[^"]*"')
+#: Fields of a form, and keys in one's name.
+_MOST_FIELDS, _DEEPEST = 1000, 8
+#: The name of a field in an object or a list of a form, and the keys within.
+_NAME = re.compile(r"([^][]+)((?:\[[^][]*\])*)")
+_INNER = re.compile(r"\[([^][]*)\]")
+#: Names of ``extra``; of options in it; and of an image.
+_EXTRA = ("extra_params", "diffusers_kwargs")
+_OPTIONS = ("guidance_scale_2", "true_cfg_scale")
+_IMAGES = ("image_reference", "reference_url")
+#: Names in the object of a LoRA; its number is the other engine's own.
+_LORA = {"name": "name", "lora_name": "name", "adapter": "name", "scale": "scale"}
+_LORA |= {"lora_scale": "scale", "int_id": "number", "lora_int_id": "number"}
+#: What is text in a form, whatever it looks like.
+_TEXTS = ("lora", IMAGE, *_IMAGES)
 #: By which a client asks for the same job again.
 KEY = "Idempotency-Key"
 _KEY = re.compile(r"[!-~]{1,255}")
@@ -78,13 +93,7 @@ async def asked_of(request: Request) -> tuple[dict[str, Any], Any]:
         raise Refused(400, "the body is not UTF-8") from None
     except TpuportError as error:
         raise Refused(400, in_one_line(error)) from error
-    image = given.pop(IMAGE, None)
-    if image is None:
-        return given, None
-    if not isinstance(image, dict) or set(image) != {"image_url"}:
-        message = f'{IMAGE}: give {{"image_url": "data:image/png;base64,..."}}'
-        raise Refused(400, message, IMAGE)
-    return given, image["image_url"] if image["image_url"] is not None else ""
+    return _as_here(given, None)
 
 
 class _Whole(MultiPartParser):
@@ -100,7 +109,7 @@ class _Whole(MultiPartParser):
 
 async def _of_form(request: Request) -> tuple[dict[str, Any], Any]:
     # A field may be as large as an image that is sent as text.
-    limits = {"max_files": 1, "max_fields": 64, "max_part_size": MOST_BODY}
+    limits = {"max_files": 1, "max_fields": _MOST_FIELDS, "max_part_size": MOST_BODY}
     parser = _Whole(request.headers, request.stream(), **limits)
     try:
         form = await parser.parse()
@@ -116,47 +125,151 @@ async def _of_form(request: Request) -> tuple[dict[str, Any], Any]:
 
 async def _fields_of(form: FormData) -> tuple[dict[str, Any], Any]:
     given: dict[str, Any] = {}
-    image: Any = None
+    image, size = None, 0
     for name, value in form.multi_items():
-        if isinstance(value, UploadFile) or name in (IMAGE, IMAGE_URL):
-            if image is not None or name not in (IMAGE, IMAGE_URL):
+        if isinstance(value, UploadFile):
+            if image is not None or name != IMAGE:
                 message = f"{quoted(name)}: one file is taken, as {IMAGE}"
                 raise Refused(400, message, name[:100])
-            image = value
-            if isinstance(value, UploadFile):
-                image = await value.read()
-            elif name == IMAGE:
-                raise Refused(400, f"{IMAGE}: is no file", IMAGE)
+            image = await value.read()
             continue
+        size += 0 if value.startswith("data:image/") else len(value)
+        if size > _MOST_JSON:
+            message = f"the form has more than {_MOST_JSON} bytes beside the image"
+            raise Refused(413, message)
         _put(given, name, value)
-    return of_text(given), image
+    return _as_here(of_text(given), image)
 
 
 def _put(given: dict[str, Any], name: str, value: str) -> None:
-    """Put a field of a form where it belongs: ``lora[]``, ``extra[NAME]``."""
-    if name.startswith("extra[") and name.endswith("]"):
-        options = given.setdefault("extra", {})
-        if not isinstance(options, dict) or name in options:
-            raise Refused(400, f"{quoted(name)}: is given twice", "extra")
-        try:
-            options[name[6:-1]] = json.loads(value)
-        except (ValueError, RecursionError):
-            options[name[6:-1]] = value
-        return
-    key = name.removesuffix("[]")
-    if key == "lora":
-        given.setdefault("lora", []).extend(_listed(value))
-    elif key in given:
-        raise Refused(400, f"{quoted(key)}: is given twice; keep one", key[:100])
-    else:
-        given[key] = value
+    """Put a field of a form where it belongs: ``lora[]``, ``extra[NAME][]``.
+
+    So the package of OpenAI writes lists and objects.
+    """
+    found = _NAME.fullmatch(name)
+    keys = [found[1], *_INNER.findall(found[2])] if found else [name]
+    if keys[0] == "extra_body" and len(keys) > 1:
+        del keys[0]
+    if len(keys) > _DEEPEST:
+        raise Refused(400, f"{quoted(name)}: is nested too deep", keys[0][:100])
+    if "" in keys[1:-1]:
+        message = f"{quoted(name)}: what a list holds cannot be told apart in a form; "
+        message += f"give {quoted(keys[0])} as JSON text"
+        raise Refused(400, message, keys[0][:100])
+    if keys in (["lora"], ["lora", ""]) and isinstance(given.get("lora", []), list):
+        return given.setdefault("lora", []).extend(_listed(value))
+    leaf: Any = value
+    if len(keys) > 1 and keys[0] not in _TEXTS:
+        with contextlib.suppress(ValueError, RecursionError):
+            leaf = json.loads(value)
+    listed = len(keys) > 1 and not keys[-1]
+    *inner, last = keys[:-1] if listed else keys
+    holder: Any = given
+    for key in inner:
+        holder = holder.setdefault(key, {}) if isinstance(holder, dict) else None
+    if isinstance(holder, dict) and listed:
+        old = holder.setdefault(last, [])
+        if isinstance(old, list):
+            return old.append(leaf)
+    elif isinstance(holder, dict) and last not in holder:
+        holder[last] = leaf
+        return None
+    message = f"{quoted(name)}: is given twice, or in two ways; keep one"
+    raise Refused(400, message, keys[0][:100])
 
 
 def _listed(value: str) -> list[Any]:
-    """The LoRAs of a field: a name, or a list in JSON."""
-    if value.startswith("["):
-        try:
-            return list(json.loads(value))
-        except (ValueError, RecursionError):
-            raise Refused(400, f"lora: {quoted(value)} is no list", "lora") from None
-    return [value]
+    """The LoRAs of a field: a name, or in JSON an object or a list."""
+    if not value.startswith(("[", "{")):
+        return [value]
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        raise Refused(400, f"lora: {quoted(value)} is no JSON", "lora") from None
+    return found if isinstance(found, list) else [found]
+
+
+# --- what clients of other engines send: docs/serve.md says which
+
+
+def _as_here(given: dict[str, Any], image: Any) -> tuple[dict[str, Any], Any]:
+    """Fields by the names of this server, and the image.
+
+    Args:
+        image: a file of a form.
+
+    Raises:
+        Refused: something is given twice, or is no object.
+    """
+    _add(given, _object(given, "extra_body"), "")
+    given.pop("user", None)
+    options = [(name, _object(given, name)) for name in _EXTRA]
+    options += [(name, {name: given.pop(name, None)}) for name in _OPTIONS]
+    for name, found in options:
+        if found := {key: one for key, one in found.items() if one is not None}:
+            _add(given.setdefault("extra", {}), found, name)
+    sides = [given.pop(name, None) for name in ("width", "height")]
+    if sides != [None, None]:
+        if None in sides or given.get("size") is not None:
+            raise Refused(400, "width and height: give both, and no size", "size")
+        given["size"] = "x".join(map(str, sides))
+    if isinstance(lora := given.get("lora"), dict | list):
+        given["lora"] = [_lora(one) for one in ([lora], lora)[isinstance(lora, list)]]
+    for name in (IMAGE, *_IMAGES):
+        if (value := given.pop(name, None)) is None:
+            continue
+        if image is not None:
+            raise Refused(400, f"{name}: one image is taken", name)
+        image = _address(name, value)
+    return given, image
+
+
+def _add(known: Any, found: dict[str, Any], where: str) -> None:
+    if not isinstance(known, dict):
+        raise Refused(400, "extra: is no JSON object", "extra")
+    for name, value in found.items():
+        if name in known:
+            message = f"{where}{': ' * bool(where)}{quoted(name)} is given twice"
+            raise Refused(400, f"{message}; keep one", where or name[:100])
+        known[name] = value
+
+
+def _object(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object, or its JSON text; taken away."""
+    value = given.pop(name, None)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value is not None and not isinstance(value, dict):
+        raise Refused(400, f"{name}: is no JSON object", name)
+    return value or {}
+
+
+def _lora(one: Any) -> Any:
+    """A LoRA as NAME:SCALE, of the object that vLLM-Omni takes."""
+    if not isinstance(one, dict):
+        return one
+    found: dict[str, Any] = {}
+    for key, value in one.items():
+        short = _LORA.get(key)
+        if short is None:
+            message = f"lora: {quoted(key)} is not taken; give name, of a LoRA that the"
+            raise Refused(400, f"{message} server has, and scale", "lora")
+        found[short] = value
+    name, scale = found.get("name"), found.get("scale")
+    if not isinstance(name, str):
+        raise Refused(400, "lora: an object has no name", "lora")
+    return name if scale is None else f"{name}:{scale}"
+
+
+def _address(name: str, value: Any) -> str:
+    """What an image is read from; not looked at yet."""
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or set(value) != {"image_url"}:
+        message = f'{name}: give {{"image_url": "data:image/png;base64,..."}}'
+        raise Refused(400, message, name)
+    return value["image_url"] if value["image_url"] is not None else ""

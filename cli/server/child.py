@@ -278,6 +278,7 @@ def _checked(check: Check) -> Checked:
     """Check as ``generate`` checks; the mesh is checked once, by the engine."""
     from tpuport.cli.runs.variants import with_model
     from tpuport.cli.runs.video_run import VideoRun, find
+    from tpuport.core.pipelines.call_arguments import default_of
 
     own: dict[str, Any] = {"mesh": None, "executables": None}
     own["attention"] = AttentionChoice()
@@ -291,6 +292,9 @@ def _checked(check: Check) -> Checked:
         why = in_one_line(error) or type(error).__name__
         return Checked(number=check.number, error=why)
     asked = made.asked
-    steps = asked.pop("num_inference_steps") or 1
-    facts = {**asked, "steps": steps, "fps": made.fps}
+    steps = asked["num_inference_steps"] or 1
+    guidance = made.settings.guidance_scale
+    if guidance is None:
+        guidance = default_of(made.folder, "guidance_scale")
+    facts = {**asked, "guidance_scale": guidance, "steps": steps, "fps": made.fps}
     return Checked(number=check.number, facts=facts)

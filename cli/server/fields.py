@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.server.messages import Refused
@@ -34,6 +37,8 @@ FIELDS: Mapping[str, kinds.Kind] = {
     "extra": kinds.options,
 }
 IMAGE = "input_reference"
+#: The option of ``extra`` that names another scheduler.
+SCHEDULER = "scheduler"
 #: What people may write for a field.
 _MEANT = {
     "steps": "num_inference_steps",
@@ -41,28 +46,49 @@ _MEANT = {
     "cfg": "guidance_scale",
     "guidance": "guidance_scale",
     "image": IMAGE,
-    "width": "size",
-    "height": "size",
     "option": "extra",
 }
-#: In a form, a field of the object that an image may be.
-IMAGE_URL = f"{IMAGE}[image_url]"
+#: In an error: a flag, and the folders of a file.
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",;:]+/)+")
 _TEXTS = ("prompt", "model", "size", "negative_prompt", "lora")
 #: As ``generate`` has them.
 _SAME = ("prompt", "negative_prompt", "fps", "num_inference_steps", "guidance_scale")
 
 #: Limits of a request.
 MOST_VIDEOS, MOST_TEXT, MOST_FPS, MOST_SEED = 8, 20_000, 240.0, 2**63 - 1 - 8
+#: Of guidance and of a shift; of any number in ``extra``, and of how many it has.
+MOST_SCALE, MOST_NUMBER, MOST_VALUES = 1000.0, 10_000.0, 10_000
+#: The least frames per second.
+_LEAST_FPS = 0.1
 #: What lets a request have more steps.
 _MORE_STEPS = "; a server that is started with a larger --max-steps takes more"
 #: Options that programs are made for, or that are no client's.
 _OF_THE_SERVER = (
-    *("max_sequence_length", "height", "width", "num_frames", "num_videos_per_prompt"),
-    *("output_type", "latents", "generator", "return_dict"),
+    *("height", "width", "output_type", "latents", "generator", "return_dict"),
 )
+#: Options that say how much is made.
+_COUNTS = re.compile(r".*(num_|(frames|length|tokens|segments)$)")
 #: Options with a number for each step.
 _LISTS = ("timesteps", "sigmas")
 _OPTION = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+#: What a request may say of a scheduler's config: words, or the most of a number. Other
+#: values make tables of any size, or take the noise that the model knows from it.
+_TRUTH = ("true", "false")
+_SCHEDULE: Mapping[str, tuple[str, ...] | float] = {
+    "flow_shift": MOST_SCALE,
+    "shift": MOST_SCALE,
+    "timestep_spacing": ("linspace", "leading", "trailing"),
+    "prediction_type": ("epsilon", "sample", "v_prediction", "flow_prediction"),
+    "algorithm_type": ("dpmsolver", "dpmsolver++", "sde-dpmsolver", "sde-dpmsolver++"),
+    "solver_order": ("1", "2", "3"),
+    "solver_type": ("midpoint", "heun", "bh1", "bh2"),
+    "rescale_betas_zero_snr": _TRUTH,
+    "use_beta_sigmas": _TRUTH,
+    "use_exponential_sigmas": _TRUTH,
+    "use_flow_sigmas": _TRUTH,
+    "use_karras_sigmas": _TRUTH,
+}
 #: Seconds that a clip may differ from what was asked for.
 _NEAR = 0.5
 
@@ -187,6 +213,20 @@ class Wanted:
     values: dict[str, Any]
 
 
+def plain(text: str) -> str:
+    """An error of a run in a request's words, without places of this machine."""
+    text = _FOLDERS.sub("", text)
+    text = _FLAG.sub(lambda found: _field(found[1]), text)
+    server = "a server that is started with --blocks upstream takes this"
+    return text.replace("run with blocks='upstream'", server)
+
+
+def _field(flag: str) -> str:
+    """What a flag of ``generate`` is for a client."""
+    name = _MEANT.get(flag, flag.replace("-", "_"))
+    return name if name in (*FIELDS, IMAGE) else f"the server's --{flag}"
+
+
 def of_text(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a form, in which numbers and objects are text."""
     found: dict[str, Any] = {}
@@ -240,10 +280,10 @@ def understood(
         values["lora"] = [_lora(text, limits.loras) for text in typed["lora"]]
     options = {**below.options, **typed.get("extra", {})}
     if "flow_shift" in typed:
-        scheduler = str(options.get("scheduler", "checkpoint"))
+        scheduler = str(options.get(SCHEDULER, "checkpoint"))
         join = "," if ":" in scheduler else ":"
         shift = f"flow_shift={typed['flow_shift']!r}"
-        options["scheduler"] = f"{scheduler}{join}{shift}"
+        options[SCHEDULER] = f"{scheduler}{join}{shift}"
     if options:
         values["option"] = options
     # As resolved: another server, or this one later, may have other shapes.
@@ -277,18 +317,31 @@ def _typed(name: str, value: Any) -> Any:
     return typed
 
 
+def too_many_steps(most: int) -> Refused:
+    """What a request is told that has more steps than the server makes."""
+    name = "num_inference_steps"
+    message = f"{name}: is more than {most}, the most here{_MORE_STEPS}"
+    return Refused(400, message, name)
+
+
 def _check_limits(typed: Mapping[str, Any], limits: Limits) -> None:
     most: dict[str, float] = {
         "n": MOST_VIDEOS,
-        "num_inference_steps": limits.steps,
+        "guidance_scale": MOST_SCALE,
+        "flow_shift": MOST_SCALE,
         "fps": MOST_FPS,
         "seed": MOST_SEED,
     }
     for name, value in most.items():
         if typed.get(name, 0) > value:
-            message = f"{name}: is more than {value:.0f}, the most here"
-            more = _MORE_STEPS if name == "num_inference_steps" else ""
-            raise Refused(400, message + more, name)
+            raise Refused(400, f"{name}: is more than {value:.0f}, the most here", name)
+    if typed.get("num_inference_steps", 0) > limits.steps:
+        raise too_many_steps(limits.steps)
+    if typed.get("fps", _LEAST_FPS) < _LEAST_FPS:
+        raise Refused(400, f"fps: is less than {_LEAST_FPS}, the least here", "fps")
+    if typed.get("guidance_scale", 0) < -MOST_SCALE:
+        message = f"guidance_scale: is less than {-MOST_SCALE:.0f}, the least here"
+        raise Refused(400, message, "guidance_scale")
     for name in ("prompt", "negative_prompt"):
         if len(typed.get(name, "")) > MOST_TEXT:
             message = f"{name}: has more than {MOST_TEXT} characters"
@@ -306,22 +359,69 @@ def _check_limits(typed: Mapping[str, Any], limits: Limits) -> None:
 
 
 def _check_option(name: str, value: Any) -> None:
-    """Refuse an option that is of the server, or that names a file."""
+    """Refuse an option that is of the server, makes more, or names a file."""
     where = f"extra: {quoted(name)}"
     if not _OPTION.fullmatch(name):
         raise Refused(400, f"{where} is no name of an option", "extra")
-    if name in _OF_THE_SERVER or "image" in name or "video" in name:
+    if name in FIELDS:
+        message = f"{where} is a field of the request; give it beside extra"
+        raise Refused(400, message, "extra")
+    wider = name in _OF_THE_SERVER or _COUNTS.match(name)
+    if wider or "image" in name or "video" in name:
         raise Refused(400, f"{where} is not for a request; leave it out", "extra")
-    texts = [value]
+    if name == SCHEDULER:
+        _check_scheduler(value)
+    texts, left = [value], MOST_VALUES
     while texts:
-        one = texts.pop()
+        one, left = texts.pop(), left - 1
+        if left < 0:
+            message = f"{where} has more than {MOST_VALUES} values"
+            raise Refused(400, message, "extra")
         if isinstance(one, dict):
             texts += [*one.keys(), *one.values()]
         elif isinstance(one, list):
             texts += one
-        elif isinstance(one, str) and _names_a_file(_typed_text(one)):
-            message = f"{where}: {quoted(one)} may name a file, which no request does"
+        elif isinstance(one, str):
+            if _names_a_file(_typed_text(one)):
+                message = f"{where}: {quoted(one)} may name a file, which no request"
+                raise Refused(400, f"{message} does", "extra")
+            if (read := _read(one, where)) != one:
+                texts.append(read)
+        elif isinstance(one, int | float) and not abs(one) <= MOST_NUMBER:
+            message = f"{where}: a number is not within {MOST_NUMBER:.0f} of 0"
             raise Refused(400, message, "extra")
+
+
+def _read(text: str, where: str) -> Any:
+    """What a text becomes: `generate` reads YAML, and then numbers as Python does."""
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise Refused(400, f"{where}: {quoted(text)} is no YAML", "extra") from None
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError):
+            return float(found)
+    return found
+
+
+def _check_scheduler(value: Any) -> None:
+    """Refuse values of a scheduler's config but those that are harmless."""
+    if not isinstance(value, str):
+        raise Refused(400, "extra: 'scheduler' is no text, such as ddim", "extra")
+    _, colon, rest = value.partition(":")
+    for item in rest.split(",") if colon else ():
+        key, _, given = (part.strip() for part in item.partition("="))
+        allowed, what = _SCHEDULE.get(key), ""
+        if allowed is None:
+            what = f"is not for a request, which may say {', '.join(_SCHEDULE)}"
+        elif isinstance(allowed, float):
+            number = re.fullmatch(r"\d{1,4}(\.\d{1,20})?", given, re.ASCII)
+            if number is None or not 0 < float(given) <= allowed:
+                what = f"is no number above 0 and up to {allowed:.0f}"
+        elif given not in allowed:
+            what = f"is none of {', '.join(allowed)}"
+        if what:
+            raise Refused(400, f"extra: scheduler: {quoted(item)} {what}", "extra")
 
 
 def _typed_text(text: str) -> str:

@@ -79,13 +79,21 @@ class Guard:
         keys: digests of the keys; empty to ask for none.
         local: only names of this machine are hosts, so that no page of another site
             reaches the server by a name of its own.
+        names: other names of the server, as before a proxy on this machine.
     """
 
     def __init__(
-        self, app: App, *, keys: tuple[str, ...], local: bool, metrics: Metrics
+        self,
+        app: App,
+        *,
+        keys: tuple[str, ...],
+        local: bool,
+        metrics: Metrics,
+        names: tuple[str, ...] = (),
     ) -> None:
         self._app, self._keys, self._local = app, keys, local
         self._metrics = metrics
+        self._names = tuple(name.lower() for name in names)
         self._held = 0  # bytes of bodies that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,14 +147,19 @@ class Guard:
         """
         headers = _headers(scope)
         host = _name(f"//{headers.get('host', '')}")
-        if self._local and not is_loopback(host):
-            raise Refused(403, f"this server has no name {host[:100]!r}")
+        if self._local and not is_loopback(host) and host not in self._names:
+            message = (
+                f"this server has no name {host[:100]!r}; the server's --name gives one"
+            )
+            raise Refused(403, message)
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in ("GET", "HEAD"):
             place = ""
             with contextlib.suppress(ValueError):
                 place = urllib.parse.urlsplit(origin).netloc
-            if place.lower() != headers.get("host", "").lower():
+            own = place.lower() == headers.get("host", "").lower()
+            # A proxy may pass a name of this machine on, and the page has the other.
+            if not own and _name(f"//{place}") not in self._names:
                 raise Refused(403, "the request comes from a page of another site")
         if not self._keys:
             return ""

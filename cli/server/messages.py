@@ -106,7 +106,9 @@ class Checked:
 
     Attributes:
         error: why the video cannot be made; empty if it can.
-        facts: ``width``, ``height``, ``num_frames``, ``steps`` and ``fps``.
+        facts: ``width``, ``height``, ``num_frames``, ``num_inference_steps`` and
+            ``guidance_scale``, each ``None`` where the pipeline has no such parameter;
+            ``steps`` and ``fps``.
     """
 
     number: int

@@ -91,15 +91,29 @@ def kept_image(data: bytes, folder: Path) -> Path:
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """A connection to an address that was looked at, whatever the name says later."""
+    """A connection to the first address that answers, of those that were looked at.
 
-    def __init__(self, host: str, port: int, address: str, context: ssl.SSLContext):
+    Whatever the name says later is not asked.
+    """
+
+    def __init__(
+        self, host: str, port: int, addresses: list[str], context: ssl.SSLContext
+    ) -> None:
         super().__init__(host, port, timeout=_SECONDS, context=context)
-        self._address, self._own = address, context
+        self._addresses, self._own = addresses, context
         self._all: socket.socket | None = None
 
     def connect(self) -> None:
-        plain = socket.create_connection((self._address, self.port), self.timeout)
+        """Try each address, none so long that there is no time for the others."""
+        *first, last = self._addresses
+        share = _SECONDS / (1 + len(first))
+        plain = None
+        for address in first:  # such as one of IPv6, where there is no way to it
+            with contextlib.suppress(OSError):
+                plain = socket.create_connection((address, self.port), share)
+                break
+        plain = plain or socket.create_connection((last, self.port), share)
+        plain.settimeout(_SECONDS)
         self._all = plain
         self.sock = self._all = self._own.wrap_socket(plain, server_hostname=self.host)
 
@@ -131,7 +145,7 @@ def fetched(address: str, context: ssl.SSLContext | None = None) -> bytes:
         connection = _Pinned(
             host,
             port,
-            public_address(host, port),
+            public_addresses(host, port),
             context or ssl.create_default_context(),
         )
         # A timeout of a socket is for each part; a head may come byte by byte.
@@ -169,16 +183,14 @@ def _too_slow() -> Refused:
     return _refused(f"the address takes more than {_SECONDS:.0f} seconds")
 
 
-def public_address(host: str, port: int) -> str:
-    """The address of a host, all of whose addresses are public.
+def public_addresses(host: str, port: int) -> list[str]:
+    """The addresses of a host, the best first, all of which are public.
 
     Raises:
         Refused: one is of this machine, or of a network that is not public.
     """
-    found = {
-        str(one[4][0])
-        for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    }
+    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = list(dict.fromkeys(str(one[4][0]) for one in answers))
     for text in found:
         one = ipaddress.ip_address(text.partition("%")[0])
         inner = getattr(one, "ipv4_mapped", None) or getattr(one, "sixtofour", None)
@@ -187,4 +199,4 @@ def public_address(host: str, port: int) -> str:
                 raise _refused(f"{host} is not public")
     if not found:
         raise _refused(f"{host} has no address")
-    return min(found)
+    return found

@@ -42,20 +42,54 @@ class ServerError(RuntimeError):
         self.away, self.lost = away, lost
 
 
-class Server:
-    """A server at ``http://HOST:PORT``; the key is of TPUPORT_API_KEY, if any.
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows none: a server may name any other, which would get the key."""
 
-    The key is no widget of a node: ComfyUI keeps widgets in every workflow and file.
+    def redirect_request(self, *args: Any) -> None:
+        """An answer that names another address is an error as any other."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+def own_server() -> str:
+    """The address of TPUPORT_SERVER, which alone gets the key; empty for none."""
+    return os.environ.get("TPUPORT_SERVER", "").strip()
+
+
+def _place(url: str) -> tuple[Any, ...]:
+    """What tells servers apart.
+
+    Raises:
+        ValueError: the port is no number.
+    """
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, parts.username, parts.hostname, port, parts.path
+
+
+class Server:
+    """A server at ``http://HOST:PORT``.
+
+    The key of TPUPORT_API_KEY goes to the server of TPUPORT_SERVER and to no other:
+    an address comes with a workflow, which anybody may have made. Neither is a widget
+    of a node: ComfyUI keeps widgets in every workflow and file.
 
     Args:
         on_wait: called before each new try while the server is away; may raise.
     """
 
     def __init__(self, url: str, on_wait: Callable[[], None]) -> None:
-        self.url = url.strip().rstrip("/").removesuffix("/v1")
+        self.url = _bare(url)
         if not self.url.startswith(("http://", "https://")):
             raise ServerError(f"{url!r} is no address; give http://127.0.0.1:8000")
         self._on_wait = on_wait
+        self._key = ""
+        try:
+            if own_server() and _place(self.url) == _place(_bare(own_server())):
+                self._key = os.environ.get("TPUPORT_API_KEY", "").strip()
+        except ValueError as error:
+            raise ServerError(f"{url!r} is no address: {error}") from None
 
     def create(self, fields: dict[str, Any], image: bytes | None) -> dict[str, Any]:
         """A new job; asked for again where the answer is lost, by the same key.
@@ -143,12 +177,12 @@ class Server:
         timeout: float = _TIMEOUT,
     ) -> bytes:
         headers = dict(headers)
-        if key := os.environ.get("TPUPORT_API_KEY", "").strip():
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         url = f"{self.url}/v1/{path}"
         request = urllib.request.Request(url, body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with _OPENER.open(request, timeout=timeout) as answer:
                 found: bytes = answer.read()
                 return found
         except urllib.error.HTTPError as error:
@@ -164,6 +198,11 @@ class Server:
             raise ServerError(said, away=True, lost=lost) from None
 
 
+def _bare(url: str) -> str:
+    """The address of a server, also named as OpenAI's clients do, with /v1."""
+    return url.strip().rstrip("/").removesuffix("/v1")
+
+
 def _told(error: urllib.error.HTTPError) -> str:
     """The server's own words."""
     try:
@@ -171,7 +210,12 @@ def _told(error: urllib.error.HTTPError) -> str:
     except (ValueError, LookupError, TypeError):
         said = str(error.reason)
     if error.code == 401:
-        said += "; set TPUPORT_API_KEY where ComfyUI is started"
+        said += (
+            "; set TPUPORT_API_KEY, and TPUPORT_SERVER to this address, where ComfyUI "
+            "is started"
+        )
+    elif 300 <= error.code < 400:
+        said += "; redirects are not followed: give the server's own address"
     return said
 
 

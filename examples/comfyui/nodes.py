@@ -21,13 +21,13 @@ from comfy_api.input_impl import VideoFromFile
 from PIL import Image
 from server import PromptServer
 
-from .jobs import Server, ServerError
+from .jobs import Server, ServerError, own_server
 
 #: Seconds between two looks at a job, and pixels of a preview at most.
 _POLL, _PREVIEW = 0.5, 512
 #: What all nodes ask. 0, -1 and empty leave a field to the server.
 _FIELDS: dict[str, Any] = {
-    "server": ("STRING", {"default": "http://127.0.0.1:8000"}),
+    "server": ("STRING", {"default": own_server() or "http://127.0.0.1:8000"}),
     "prompt": ("STRING", {"default": "", "multiline": True}),
     "seed": ("INT", {"default": 0, "min": 0, "max": 2**31 - 1}),
     "steps": ("INT", {"default": 0, "min": 0, "max": 1000}),

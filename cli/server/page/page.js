@@ -114,6 +114,7 @@ function settingsOf(job) {
   const { settings, stages, peak_host_bytes: host, peak_device_bytes: device, ...about } = job.tpuport;
   const found = { model: job.model, size: job.size, frames: about.frames ?? about.num_frames, fps: about.fps, ...settings };
   delete found.prompt;
+  delete found.num_frames; // the file's are shown
   found.seed = about.seeds.join(", ");
   for (const [stage, took] of Object.entries(stages || {})) found[stage] = seconds(took);
   if (host) found["peak memory"] = bytes(host);

@@ -291,3 +291,10 @@ def _fills(self: object, name: str, variant: str, index: int, into: Path) -> Non
     into.write_bytes(b"half")
     if variant == "sidecar":
         raise OSError(28, "No space left on device")
+
+
+def test_help_says_what_submit_takes_alone(cli: Cli) -> None:
+    told = cli.good("submit", "--help").out
+    assert "--lora NAME[:SCALE]" in told
+    for of_generate in (".webm", ".gif", "folder/", "several videos", "FILE|ID", "1,2"):
+        assert of_generate not in told

@@ -43,6 +43,7 @@ class Fake:
         asked: method, path and headers of every request.
         answers: statuses that the next requests get in place of an answer.
         lost: so many answers to new jobs never arrive.
+        moved: the address of another server, that every answer names.
     """
 
     video: bytes
@@ -53,6 +54,7 @@ class Fake:
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
     lost: int = 0
+    moved: str = ""
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     port: int = 0
 
@@ -183,6 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         fake.asked.append((self.command, self.path, dict(self.headers)))
+        if fake.moved:
+            self.send_response(302)
+            self.send_header("Location", fake.moved + self.path)
+            return self.end_headers()
         if fake.answers:
             return self._refuse(fake.answers.pop(0), "the server is not up")
         if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":

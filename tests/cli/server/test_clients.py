@@ -210,6 +210,24 @@ def test_submit_writes_what_the_server_makes_and_replay_takes_it(
     assert "the same frames" in cli.good("replay", "x-001.mp4").err
 
 
+def test_settings_of_a_job_sent_again_make_the_same_video(served: Running) -> None:
+    """They name what the request did not: another server has other defaults."""
+    first = served.create(prompt="a red star")
+    settings = served.done(first)["tpuport"]["settings"]
+    assert settings == {
+        "prompt": "a red star",
+        "size": "32x32",
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "guidance_scale": 6.0,
+        "fps": 8.0,
+        "seed": 0,
+    }
+    again = served.create(**settings)
+    assert served.done(again)["tpuport"]["settings"] == settings
+    assert served.video(again) == served.video(first)
+
+
 def test_a_video_from_an_image_is_replayed_where_the_image_is(
     cli: Cli, served: Running
 ) -> None:
@@ -245,6 +263,8 @@ def test_text_to_video_shows_progress_and_a_preview(
         "num_inference_steps": 400,
         "size": "32x32",
         "num_frames": 5,
+        "fps": 8.0,
+        "guidance_scale": 6.0,
         "extra": {"eta": 0.0},
     }
     values = [value for value, total, _ in comfy.progress if total == 400]
@@ -326,6 +346,62 @@ def test_an_interrupt_without_an_answer_deletes_the_job_or_tells_where_it_is(
     assert asked == ["POST"] * 3 + ["DELETE"] * back
     told = f"the server may have the job: GET {fake.url}/v1/videos lists"
     assert (len(fake.jobs), told in caplog.text) == ((0, False) if back else (1, True))
+
+
+@pytest.mark.parametrize(
+    ("named", "sent"),
+    [
+        ("{fake.url}", True),
+        ("{fake.url}/v1/", True),
+        ("http://127.0.0.1:1", False),
+        ("https://127.0.0.1:{fake.port}", False),
+        ("http://localhost:{fake.port}", False),
+        ("http://127.0.0.1:{fake.port}/other", False),
+        ("", False),
+    ],
+)
+def test_the_key_goes_to_the_server_of_the_environment_alone(
+    nodes: dict[str, Any],
+    fake: Fake,
+    named: str,
+    sent: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A workflow of somebody else may name any server."""
+    monkeypatch.setenv("TPUPORT_API_KEY", "a-secret-key")
+    monkeypatch.setenv("TPUPORT_SERVER", named.format(fake=fake))
+    executed(nodes["TpuportTextToVideo"], prompt="a", server=fake.url, steps=1)
+    found = {headers.get("Authorization") for _, _, headers in fake.asked}
+    assert found == ({"Bearer a-secret-key"} if sent else {None})
+
+
+@pytest.mark.parametrize("pictured", [False, True])
+def test_no_redirect_is_followed(
+    nodes: dict[str, Any],
+    cli: Cli,
+    fake: Fake,
+    pictured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither by a node nor by `tpuport submit`: the key would go along."""
+    other = Fake(video=b"", preview=b"")
+    other.start()
+    monkeypatch.setenv("TPUPORT_API_KEY", "a-secret-key")
+    monkeypatch.setenv("TPUPORT_SERVER", fake.url)
+    fake.moved = other.url
+    try:
+        image = {"image": torch.zeros(1, 8, 8, 3)} if pictured else {}
+        node = nodes["TpuportImageToVideo" if pictured else "TpuportTextToVideo"]
+        with pytest.raises(RuntimeError, match="redirects are not followed"):
+            executed(node, prompt="a", server=fake.url, **image)
+        asked = ("submit", "--server", fake.url, "--prompt", "a", "--out", "x.mp4")
+        flags = ("--image", "x.png") if pictured else ()
+        picture().save("x.png")
+        cli.refused("302, Found", *asked, *flags, code=1)
+    finally:
+        other.end()
+    assert [method for method, _, _ in fake.asked] == ["POST"] * 2
+    assert other.asked == []
 
 
 def test_a_refusal_is_the_servers_own_words(

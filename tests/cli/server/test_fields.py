@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.server.fields import Limits, Shape, Wanted, of_text, understood
+from tpuport.cli.server.fields import Limits, Shape, Wanted, of_text, plain, understood
 from tpuport.cli.server.messages import Refused
+from tpuport.core.layers.text_and_video import refuse_kwargs
 
 SHAPES = (
     Shape(96, 64, 9, fps=8.0, state="ready"),
@@ -63,6 +64,22 @@ def asked(*, shapes: Sequence[Shape] = SHAPES, **given: Any) -> Wanted:
         ({"extra": {"a": {"b": ["/etc/passwd"]}}}, "extra", "may name a file"),
         ({"extra": {"a": "pyproject.toml"}}, "extra", "may name a file"),
         ({"extra": 3}, "extra", ""),
+        ({"guidance_scale": 1e308}, "guidance_scale", "more than 1000"),
+        ({"guidance_scale": -1e308}, "guidance_scale", "less than -1000"),
+        ({"flow_shift": 1e308}, "flow_shift", "more than 1000"),
+        ({"fps": 1e-300}, "fps", "less than 0.1"),
+        ({"extra": {"guidance_scale": 3}}, "extra", "beside extra"),
+        ({"extra": {"num_inference_steps": 10**6}}, "extra", "beside extra"),
+        ({"extra": {"pyramid_num_inference_steps_list": 9}}, "extra", "leave it out"),
+        ({"extra": {"segment_frame_length": 9}}, "extra", "leave it out"),
+        ({"extra": {"a": {"b": [1.0, -1e308]}}}, "extra", "within 10000 of 0"),
+        ({"extra": {"a": "1e308"}}, "extra", "within 10000 of 0"),
+        ({"extra": {"a": "[9.9e+300]"}}, "extra", "within 10000 of 0"),
+        ({"extra": {"a": "nan"}}, "extra", "within 10000 of 0"),
+        ({"extra": {"a": "&a [*a]"}}, "extra", "more than 10000 values"),
+        ({"extra": {"a": [0] * 10_001}}, "extra", "more than 10000 values"),
+        ({"extra": {"a": "a: b: c"}}, "extra", "no YAML"),
+        ({"extra": {"timesteps": [9] * 51}}, "extra", "more than 50"),
     ],
 )
 def test_a_field_that_is_wrong_is_named(
@@ -74,6 +91,36 @@ def test_a_field_that_is_wrong_is_named(
     assert (caught.value.status, caught.value.param) == (400, param)
     assert said in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [
+        (
+            "DDIMScheduler:num_train_timesteps=100000000",
+            "may say flow_shift, shift, timestep_spacing",
+        ),
+        ("ddim:shift=3,trained_betas=[0.1]", "is not for a request"),
+        ("checkpoint:", "is not for a request"),
+        ("ddim:use_karras_sigma=true", "use_karras_sigmas"),
+        ("checkpoint:flow_shift=1e308", "above 0 and up to 1000"),
+        ("checkpoint:shift=0", "above 0 and up to 1000"),
+        ("ddim:prediction_type=zz", "none of epsilon, sample"),
+        ("unipc:solver_order=1000000", "none of 1, 2, 3"),
+        (3, "is no text"),
+    ],
+)
+def test_a_scheduler_takes_values_that_are_harmless_alone(
+    scheduler: Any, said: str
+) -> None:
+    """A table of 100,000,000 time steps takes gigabytes in each process."""
+    with pytest.raises(Refused) as caught:
+        asked(extra={"scheduler": scheduler})
+    assert (caught.value.status, caught.value.param) == (400, "extra")
+    assert said in caught.value.message
+    for taken in ("ddim", "unipc:flow_shift=3.5, use_karras_sigmas=true"):
+        values = asked(extra={"scheduler": taken}).values
+        assert values["option"]["scheduler"] == taken
 
 
 def test_a_request_becomes_values_of_settings() -> None:
@@ -112,3 +159,30 @@ def test_a_form_has_numbers_as_text() -> None:
     with pytest.raises(Refused) as caught:
         of_text({"seed": "seven"})
     assert "seed: 'seven' is not a number" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("--steps 2: at least 3", "num_inference_steps 2: at least 3"),
+        (
+            "--num-frames: takes none; add --image FILE",
+            "num_frames: takes none; add input_reference FILE",
+        ),
+        ("--mesh tp=3: no", "the server's --mesh tp=3: no"),
+        (
+            "a -- b, x--y and 1/2 of https://a/b/c",
+            "a -- b, x--y and 1/2 of https://a/b/c",
+        ),
+        ("no such file: '/srv/jobs/video_1/x.png'", "no such file: 'x.png'"),
+    ],
+)
+def test_an_error_of_a_run_is_told_in_words_of_a_request(said: str, told: str) -> None:
+    assert plain(said) == told
+
+
+def test_what_the_blocks_of_the_server_take_is_the_servers() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        refuse_kwargs({"scale": 1})
+    told = plain(str(caught.value))
+    assert told.endswith("a server that is started with --blocks upstream takes this")

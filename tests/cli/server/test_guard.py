@@ -43,6 +43,7 @@ def ask(
     parts: tuple[bytes, ...] = (b"",),
     keys: tuple[str, ...] = (),
     local: bool = True,
+    names: tuple[str, ...] = (),
     method: str = "POST",
     slow: float = 0.0,
     **headers: str,
@@ -67,7 +68,7 @@ def ask(
     async def send(message: MutableMapping[str, Any]) -> None:
         told.append(message)
 
-    made = Guard(reads_all, keys=keys, local=local, metrics=Metrics())
+    made = Guard(reads_all, keys=keys, local=local, metrics=Metrics(), names=names)
     asyncio.run(made(scope, receive, send))
     assert made._held == 0
     assert (b"x-content-type-options", b"nosniff") in told[0]["headers"]
@@ -110,6 +111,16 @@ def test_pages_of_other_sites_do_not_reach_a_local_server() -> None:
     assert ask(host="evil.example", local=False)[0] == 200
     assert ask(origin="https://evil.example")[0] == 403
     assert ask(origin="null")[0] == 403
+
+
+def test_a_proxy_on_this_machine_gives_the_server_a_name() -> None:
+    """It passes its own name on, or one of this machine."""
+    for host in ("videos.example", "127.0.0.1:8000"):
+        more = {"host": host, "origin": "https://videos.example"}
+        assert ask(**more, names=("Videos.Example",))[0] == 200
+        assert ask(**more)[0] == 403
+    assert ask(host="evil.example", names=("videos.example",))[0] == 403
+    assert ask(origin="https://evil.example", names=("videos.example",))[0] == 403
 
 
 def test_bodies_are_limited_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,7 @@ def test_a_prompt_becomes_a_video_that_plays(
     job.get_by_text("Settings").click()
     told = job.locator("dl").inner_text()
     assert "num inference steps" in told
+    assert "guidance scale" in told
     assert "denoise" in told
     picture(page, "done", "dark")
     with page.expect_download() as begun:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from tpuport.cli.server import uploads
 from tpuport.cli.server.messages import Refused
-from tpuport.cli.server.uploads import fetched, image_of, kept_image, public_address
+from tpuport.cli.server.uploads import fetched, image_of, kept_image, public_addresses
 
 
 def picture(kind: str = "png", size: tuple[int, int] = (32, 16)) -> bytes:
@@ -103,7 +103,7 @@ def test_addresses_that_are_not_public_are_refused(
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
     with pytest.raises(Refused, match="is not public"):
-        public_address("example.com", 443)
+        public_addresses("example.com", 443)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_an_address_is_read_once_and_not_beyond_its_limits(
 ) -> None:
     port, trusts = site
     at = f"https://example.com:{port}"
-    monkeypatch.setattr(uploads, "public_address", lambda host, port: "127.0.0.1")
+    monkeypatch.setattr(uploads, "public_addresses", lambda host, port: ["127.0.0.1"])
     assert fetched(f"{at}/image", trusts) == picture()
     monkeypatch.setattr(uploads, "MOST_BYTES", 2000)
     for path, said in (("/large", "more than 2000"), ("/moved", "answers 302")):
@@ -175,3 +175,33 @@ def test_an_address_is_read_once_and_not_beyond_its_limits(
     monkeypatch.setattr(uploads, "_SECONDS", 0.0)
     with pytest.raises(Refused):
         fetched(f"{at}/image", trusts)
+
+
+def test_the_addresses_of_a_host_are_tried_in_order(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As text, that of IPv6 is the least; this machine may have no way to it."""
+    port, trusts = site
+    answers = ["2606:4700::1111", "93.184.216.34", "1.1.1.1"]
+    tried: list[tuple[str, float]] = []
+    connect = socket.create_connection
+
+    def resolved(host: str, *more: Any, **named: Any) -> Any:
+        found = [host] if host == "127.0.0.1" else [*answers, *answers]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (o, port)) for o in found]
+
+    def connected(address: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append((address[0], timeout))
+        if address[0] != "93.184.216.34":
+            raise OSError(101, "Network is unreachable")
+        return connect(("127.0.0.1", port), timeout)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(socket, "create_connection", connected)
+    assert fetched(f"https://example.com:{port}/image", trusts) == picture()
+    assert tried == [(answers[0], 5.0), (answers[1], 5.0)]
+    tried.clear()
+    answers.remove("93.184.216.34")
+    with pytest.raises(Refused, match="unreachable"):
+        fetched(f"https://example.com:{port}/image", trusts)
+    assert [address for address, _ in tried] == answers
