@@ -25,8 +25,9 @@ _OWN = frozenset(
         *("config", "latents"),
     )
 )
-#: Variables that change what the compiler makes.
+#: Variables that change what the compiler makes; and those of jax that do not.
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_PLACES = ("JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID")
 
 
 @contextlib.contextmanager
@@ -117,9 +118,11 @@ def about(settings: Settings) -> dict[str, str]:
     known = {
         "tpuport": tpuport.__version__,
         "Python": platform.python_version(),
-        **{name: str(version) for name, version in versions().items()},
+        **{name: str(version) for name, version in versions("libtpu").items()},
     }
-    known |= {name: os.environ.get(name, "not set") for name in _VARIABLES}
+    set_here = {name for name in os.environ if name.startswith("JAX_")}
+    for name in set_here.union(_VARIABLES).difference(_PLACES):
+        known[name] = os.environ.get(name, "not set")
     for one in fields(settings):
         if one.init and one.name not in _OWN:
             name = TABLE[one.name].flags[0] if one.name in TABLE else one.name

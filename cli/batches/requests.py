@@ -104,7 +104,8 @@ def read_requests(
     Raises:
         UsageError: the file cannot be read.
     """
-    for number, line in enumerate(read_text(file, "file of requests").split("\n"), 1):
+    text = read_text(file, "file of requests", "surrogateescape")
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -85,7 +85,7 @@ def batch(
                 "--report: is in the folder of the batch; put it elsewhere"
             )
     found = slice_of(ray, replicas, topology)
-    read_text(file, "file of requests")  # refused before there is a folder
+    read_text(file, "file of requests", "replace")  # refused before there is a folder
     below = replace(settings, report=None, read_from=(*settings.read_from, file))
     with folder.held():
         made, count = Batch.read(file, folder, below), 0

@@ -14,7 +14,7 @@ from tpuport.cli.batches.requests import Request, read_requests
 
 def read(place: Path, *lines: str, **below: Any) -> list[Request | tuple[int, str]]:
     file = place / "prompts.jsonl"
-    file.write_text("\n".join(lines))
+    file.write_text("\n".join(lines), errors="surrogateescape")
     return list(read_requests(file, place / "out", Settings(**below)))
 
 
@@ -91,6 +91,7 @@ def test_a_shape_is_what_programs_are_made_for(tmp_path: Path) -> None:
         ('{"out": "x.avi"}', "line 2: out: x.avi: no video can be written"),
         ('{"prompt": " "}', "line 2: prompt: ' ' is empty; say what to show"),
         ('{"image": "a", "video": "b"}', "exclude each other"),
+        ('{"prompt": "a \udcff"}', "line 2: prompt: "),  # a byte that is not UTF-8
     ],
 )
 def test_a_bad_line_is_told_by_its_number(tmp_path: Path, line: str, said: str) -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -119,6 +120,39 @@ def test_all_hear_who_did_not_come() -> None:
     said = ran("88", ["waits"] * 2)
     assert said == [said[0]] * 2
     assert said[0].startswith("process 2 of 3 did not come within 8 s")
+
+
+def test_a_first_process_that_comes_late_waits_no_longer_than_the_others() -> None:
+    """Over 8 s, which is how long a process waits here."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    running = []
+    for number in "10":
+        running.append(
+            subprocess.Popen(
+                *(
+                    [
+                        sys.executable,
+                        "-c",
+                        PROCESS,
+                        port,
+                        "3",
+                        number,
+                        "8",
+                        "waits",
+                        "5",
+                        "30",
+                    ],
+                ),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        time.sleep(5 * int(number))
+    began = time.monotonic()
+    said = [process.communicate(timeout=120)[0] for process in running]
+    assert time.monotonic() - began < 6.5
+    assert all("process 2 of 3 did not come" in one for one in said), said
 
 
 def test_the_others_hear_that_the_first_process_did_not_come() -> None:

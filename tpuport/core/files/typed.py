@@ -59,8 +59,11 @@ def read_json(path: Readable, error: type[TpuportError], remedy: str) -> Any:
     raise error(f"{path}: {found}; {remedy}")
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, what: str, errors: str = "strict") -> str:
     """The text of a file that the user named.
+
+    Args:
+        errors: as of ``bytes.decode``.
 
     Raises:
         UsageError: it does not exist, cannot be read, is too large, or is not UTF-8.
@@ -73,7 +76,7 @@ def read_text(path: Path, what: str) -> str:
                 f"{what} {path} is larger than {LIMIT_BYTES >> 20} MiB; name a smaller "
                 "file"
             )
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig", errors)
     except FileNotFoundError:
         raise UsageError(f"{what} {path} does not exist; check the name") from None
     except OSError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -61,7 +62,12 @@ class Address:
 
 @dataclass(eq=False)
 class _Line:
-    """A connection to another process; several threads may send."""
+    """A connection to another process; several threads may send.
+
+    Attributes:
+        over: the process is done.
+        left: seconds that the process still waits at the start.
+    """
 
     number: int
     socket: socket.socket
@@ -70,6 +76,7 @@ class _Line:
         default_factory=queue.SimpleQueue
     )
     over: bool = False
+    left: float = math.inf
 
     def send(self, said: Mapping[str, Any], data: bytes = b"") -> None:
         text = json.dumps(said).encode()
@@ -206,7 +213,9 @@ class Hosts:
             while len(self._lines) < self.at.count - 1:
                 server.settimeout(max(until - time.monotonic(), 0.01))
                 try:
-                    wrong = self._take(_Line(-1, server.accept()[0]))
+                    line = _Line(-1, server.accept()[0])
+                    wrong = self._take(line)
+                    until = min(until, time.monotonic() + line.left)
                     if wrong and not why:  # the others are to hear of it too
                         why, until = wrong, min(until, time.monotonic() + _TOLD)
                 except TimeoutError:
@@ -229,6 +238,7 @@ class Hosts:
         try:
             said, _ = line.read()
             line.number, name = int(said["number"]), str(said["name"])
+            line.left = float(said["left"])
         except (OSError, EOFError, ValueError, KeyError, TypeError, struct.error):
             line.socket.close()
             return ""
@@ -264,11 +274,11 @@ class Hosts:
                     ) from error
                 time.sleep(0.1)
         line = self._lines[0] = _Line(0, found)
-        # Process 0 may have begun later, and waits as long.
+        # Process 0 may have begun later, and waits no longer than this one would.
         found.settimeout(wait + SILENCE)
         name = self.names[self.at.number]
         at = {"number": self.at.number, "count": self.at.count, "name": name}
-        line.send(at)
+        line.send({**at, "left": until - time.monotonic()})
         try:
             said, _ = line.read()
         except (OSError, EOFError) as error:
