@@ -286,9 +286,7 @@ def arguments(folder: PipelineFolder, settings: Settings) -> dict[str, Any]:
         settings: their options take the place of values of a small call.
     """
     with made_up(folder, settings) as media:
-        offered: dict[str, Any] = {**_SMALL, **media}
-        if not _has_one_size(folder):
-            offered |= _SIZE
+        offered: dict[str, Any] = {**_SMALL, **_size(folder), **media}
         names = folder.parameters.keys() - settings.options.keys()
         known = {k: v for k, v in offered.items() if {*PARAMETERS[k]} & names}
         asked = Settings(**known, options=settings.options)
@@ -298,11 +296,16 @@ def arguments(folder: PipelineFolder, settings: Settings) -> dict[str, Any]:
     return found
 
 
-def _has_one_size(folder: PipelineFolder) -> bool:
-    """Whether the denoiser learned its positions, of one size: upstream's default."""
-    denoisers = [name for name in folder.modules() if denoises(name)]
-    configs = [folder.checkpoint.config(name) for name in denoisers]
-    return any(one.get(small.LEARNED) for one in configs)
+def _size(folder: PipelineFolder) -> dict[str, int]:
+    """That of a small call; upstream's default where a denoiser learned its positions.
+
+    Upstream's default of the frames is not that of the config.
+    """
+    for name in filter(denoises, folder.modules()):
+        config = folder.checkpoint.config(name)
+        if config.get(small.LEARNED):
+            return {"num_frames": config["sample_frames"]}
+    return _SIZE
 
 
 @contextlib.contextmanager

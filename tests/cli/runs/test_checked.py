@@ -235,6 +235,35 @@ def test_a_folder_stands_in_for_a_class_that_says_too_little(
     cli.good("check", "my-ltx2", "--no-plan")
 
 
+@pytest.mark.parametrize("kind", ["Image", "Video"])
+def test_a_pipeline_that_begins_with_a_file_is_given_one(
+    cli: Cli, kind: str, tmp_path: Path
+) -> None:
+    """Upstream has no default of the image, and ``None`` of the video.
+
+    The positions of the first are learned; of the second's steps a share is run.
+    """
+    name = f"CogVideoX{kind}ToVideoPipeline"
+    folder = saved(made(all_examples()[name])[0], tmp_path / "pipeline")
+    asked = ("new-model", "mine", "--class", name, "--weights", folder)
+    cli.good(*asked, "--option", "max_sequence_length=16")
+    asked += ("--out", "other")
+    assert (
+        "sequence_length: 'x' is no int"
+        in cli(*asked, "-o", "max_sequence_length=x").last
+    )
+
+
+def test_configs_that_upstream_does_not_run_are_told(cli: Cli) -> None:
+    """Of the class itself: its denoiser has no channels for the image."""
+    name = "CogVideoXImageToVideoPipeline"
+    ran = cli("new-model", "mine", "--class", name)
+    assert ran.code == 2
+    said = f"the configs of the class {name} do not fit together (RuntimeError: "
+    assert said in ran.last
+    assert "; add --weights with the folder of a pipeline" in ran.last
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
