@@ -50,7 +50,7 @@ _BEGINS_WITH = re.compile(r"(Image|Img|Video|I)(To|2)")
 #: Bytes of weights of a folder that is run as it is.
 _FEW = 1 << 29
 #: Bytes of weights of a small pipeline that runs in minutes.
-_MANY = 200 << 20
+_MANY = 256 << 20
 
 
 @dataclass(kw_only=True)
@@ -174,7 +174,7 @@ class Subject:
                 ) from error
         if (size := _bytes_in(folder)) > _MANY:
             reporter.say(
-                f"the small form has {bytes_text(size)} of weights and takes long; "
+                f"the small form has {bytes_text(size)} of weights and may take minutes; "
                 "--weights SMALL_FOLDER names a smaller pipeline"
             )
         small.without_cleaning()

@@ -115,8 +115,10 @@ def test_a_folder_with_few_weights_runs_as_it_is(
     from tpuport.cli.runs import checked
 
     monkeypatch.setattr(checked, "compare", lambda *_: [])
+    monkeypatch.setattr(checked, "_MANY", 0)
     folder = saved(made(all_examples()["LTXPipeline"])[0], tmp_path / "ltx")
     ran = cli.good("check", folder, "--json")
+    assert "of weights and may take minutes; --weights SMALL_FOLDER" in ran.err
     assert ran.json["weights"] == str(folder)
     assert ran.json["unplanned"].startswith("no configs of a full size")
 

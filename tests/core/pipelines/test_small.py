@@ -62,6 +62,11 @@ def test_all_layers_are_few_and_their_numbers_are_cut() -> None:
     assert small(configs)["transformer"] == {"num_text_layers": 12}
 
 
+def test_an_autoencoder_has_the_channels_that_the_denoiser_takes() -> None:
+    configs = of_class("CogView3PlusPipeline")
+    assert configs["vae"]["latent_channels"] == 16
+
+
 def test_a_setting_that_is_a_mapping_is_no_component() -> None:
     assert "id2label" not in of_class("DiTPipeline")["model_index"]
 
@@ -103,7 +108,8 @@ def test_a_folder_has_the_configs_of_its_components(tmp_path: Path) -> None:
         ("WanPipelin", r"diffusers 0\.\d+\.\d+ has no WanPipelin; did you mean WanPip"),
         ("WanTransformer3DModel", "is no pipeline of diffusers"),
         ("DiffusionPipeline", "is no pipeline of diffusers"),
-        ("StableVideoDiffusionPipeline", "nothing says how wide image_encoder is"),
+        ("Krea2Pipeline", "nothing says how wide text_encoder is"),
+        ("StableVideoDiffusionPipeline", "feature_extractor is a CLIPImageProcessor"),
         ("LTX2Pipeline", "cannot be made from its name alone: .*--weights FOLDER"),
         ("ConsisIDPipeline", "needs a package that .*: pip install opencv-python"),
     ],

@@ -82,18 +82,23 @@ def of_class(name: str) -> Configs:
             continue
         needed[part] = kind
         library = kind.__module__.partition(".")[0]
-        if library not in ("diffusers", "transformers") or "pipelines" in (
-            kind.__module__.split(".")
-        ):
+        known = library in ("diffusers", "transformers")
+        made = issubclass(kind, torch.nn.Module) or any(
+            word in kind.__name__ for word in ("Tokenizer", "Scheduler")
+        )
+        if not known or not made or "pipelines" in kind.__module__.split("."):
             raise _refused(name, f"{part} is a {kind.__name__}")
         index[part] = [library, kind.__name__]
         if issubclass(kind, torch.nn.Module) and library == "diffusers":
             configs[part] = _defaults(name, part, kind)
+    wide = configs.get(denoiser, {})
+    latents = wide.get("in_channels")
+    if needed.get("vae") is diffusers.AutoencoderKL and isinstance(latents, int):
+        configs["vae"]["latent_channels"] = latents  # of several image models
     for part, kind in needed.items():
         is_module = issubclass(kind, torch.nn.Module)
         if is_module and index[part][0] == "transformers":
             words = _tokenizer_for(part, kind, index)
-            wide = configs.get(denoiser, {})
             configs[part] = _encoder(name, part, kind, wide, words)
     return configs
 
