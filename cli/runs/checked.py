@@ -174,8 +174,8 @@ class Subject:
                 ) from error
         if (size := _bytes_in(folder)) > _MANY:
             reporter.say(
-                f"the small form has {bytes_text(size)} of weights and may take minutes; "
-                "--weights SMALL_FOLDER names a smaller pipeline"
+                f"the small form has {bytes_text(size)} of weights and may take "
+                "minutes; --weights SMALL_FOLDER names a smaller pipeline"
             )
         small.without_cleaning()
         return PipelineFolder.find(folder, reporter)
