@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from PIL import Image
 
 from tpuport import targets
 from tpuport.cli.asked.environment import MESHES, cache_folder
@@ -20,7 +24,7 @@ from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.cli.runs.planning import plan_run
 from tpuport.cli.runs.variants import resolved
 from tpuport.core.drive.compared import Compared, Pair
-from tpuport.core.enums import Dtype, StageName
+from tpuport.core.enums import Dtype, StageName, denoises
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import made_once
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -32,16 +36,21 @@ from tpuport.core.pipelines.stand_in import write_random
 from tpuport.core.plan.losses import Loss, losses
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.source_scan import Finding, behind_the_door
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import find_plugin, folder_of, plugin_for, plugin_of_folder
 
-#: What a small pipeline is asked for.
-_SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
+#: What a small pipeline is asked for. A share of two steps could be none.
+_SMALL = {"num_inference_steps": 2, "strength": 1.0}
+_SIZE = {"height": 64, "width": 64, "num_frames": 9}
+#: Classes that begin with an image or a video, where ``None`` is upstream's default.
+_BEGINS_WITH = re.compile(r"(Image|Img|Video|I)(To|2)")
 #: Bytes of weights of a folder that is run as it is.
 _FEW = 1 << 29
+#: Bytes of weights of a small pipeline that runs in minutes.
+_MANY = 256 << 20
 
 
 @dataclass(kw_only=True)
@@ -134,8 +143,7 @@ class Subject:
     ) -> Subject:
         folder = found.fetched(reporter, weights=False)
         configs = small.of_folder(folder.folder)
-        files = [f.stat().st_size for f in folder.folder.rglob("*.safetensors")]
-        few = bool(files) and sum(files) < _FEW
+        few = 0 < _bytes_in(folder.folder) < _FEW
         return cls(
             plugin=plugin, configs=configs, folder=folder.folder if few else None
         )
@@ -164,8 +172,18 @@ class Subject:
                     f"({one_line(error)}); give --weights SMALL_FOLDER, of a pipeline "
                     "with less than 512 MB of weights"
                 ) from error
+        if (size := _bytes_in(folder)) > _MANY:
+            reporter.say(
+                f"the small form has {bytes_text(size)} of weights and may take "
+                "minutes; --weights SMALL_FOLDER names a smaller pipeline"
+            )
         small.without_cleaning()
         return PipelineFolder.find(folder, reporter)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the weights below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
 def check(
@@ -203,7 +221,11 @@ def check(
         full = _full(subject, name, settings)
         if full is not None:
             stages = [StageName.DENOISE]
-            found.plan = plan_run(full, topology, stages, budget=0, reporter=reporter)
+            with made_up(folder, settings) as media:
+                full = replace(full, **media)
+                found.plan = plan_run(
+                    full, topology, stages, budget=0, reporter=reporter
+                )
             found.losses = losses(found.plan)
     except TpuportError as error:
         found.unplanned, found.refused = one_line(error), True
@@ -229,7 +251,7 @@ def _compared(
     pipelines = [f.load(torch.float32, reporter) for f in (folder, by_upstream)]
     for one in pipelines:
         one.set_progress_bar_config(disable=True)
-    given = arguments(folder)
+    given = arguments(folder, settings)
 
     def call() -> dict[str, Any]:
         if "generator" not in folder.all_parameters:
@@ -257,20 +279,57 @@ def _compared(
         yield found
 
 
-def arguments(folder: PipelineFolder) -> dict[str, Any]:
-    """The keywords of a small call, made-up pictures with them."""
-    takes = folder.parameters
-    pixels = np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8)
-    offered: dict[str, Any] = {**_SMALL}
-    for name, picture in (("image", pixels[0]), ("video", pixels)):
-        needed = [p for p in PARAMETERS[name] if p in takes]
-        if needed and takes[needed[0]].default is takes[needed[0]].empty:
-            offered[name] = picture
-    known = {k: v for k, v in offered.items() if {*PARAMETERS[k]} & takes.keys()}
-    found = {**arguments_of(folder, Settings(**known)), **as_arrays(folder)}
-    if "prompt" in takes:
+def arguments(folder: PipelineFolder, settings: Settings) -> dict[str, Any]:
+    """The keywords of a small call, a made-up image or video with them.
+
+    Args:
+        settings: their options take the place of values of a small call.
+    """
+    with made_up(folder, settings) as media:
+        offered: dict[str, Any] = {**_SMALL, **_size(folder), **media}
+        names = folder.parameters.keys() - settings.options.keys()
+        known = {k: v for k, v in offered.items() if {*PARAMETERS[k]} & names}
+        asked = Settings(**known, options=settings.options)
+        found = {**arguments_of(folder, asked), **as_arrays(folder)}
+    if "prompt" in folder.parameters:
         found["prompt"] = PROMPT
     return found
+
+
+def _size(folder: PipelineFolder) -> dict[str, int]:
+    """That of a small call; upstream's default where a denoiser learned its positions.
+
+    Upstream's default of the frames is not that of the config.
+    """
+    for name in filter(denoises, folder.modules()):
+        config = folder.checkpoint.config(name)
+        if config.get(small.LEARNED):
+            return {"num_frames": config["sample_frames"]}
+    return _SIZE
+
+
+@contextlib.contextmanager
+def made_up(folder: PipelineFolder, settings: Settings) -> Iterator[dict[str, str]]:
+    """The image and the video that a call needs and no option names: their files."""
+    takes, media, optional = folder.parameters, [], []
+    for kind in ("image", "video"):
+        name = next((n for n in PARAMETERS[kind] if n in takes), None)
+        if name is None or name in settings.options:
+            continue
+        if takes[name].default is takes[name].empty:
+            media.append(kind)
+        elif takes[name].default is None:
+            optional.append(kind)
+    if "strength" in takes or _BEGINS_WITH.search(folder.class_name):
+        media = media or optional[:1]
+    with tempfile.TemporaryDirectory() as place:
+        pixels = np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8)
+        files = [Path(place) / f"{number}.png" for number in range(len(pixels))]
+        for file, picture in zip(files, pixels, strict=True):
+            if media:
+                Image.fromarray(picture).save(file)
+        names = {"image": str(files[0]), "video": place}
+        yield {kind: names[kind] for kind in media}
 
 
 def _full(subject: Subject, name: str, settings: Settings) -> Settings | None:

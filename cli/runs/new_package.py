@@ -17,11 +17,12 @@ from tpuport.cli.runs.checks import upstreams_errors
 from tpuport.core.drive.changes_run import counting
 from tpuport.core.drive.rehearsal import Rehearsal, rehearse, without_weights
 from tpuport.core.enums import denoises
-from tpuport.core.files.atomic import cannot_write, new_folder
+from tpuport.core.files.atomic import cannot_write, new_folder, one_line
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines import small
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
-from tpuport.errors import UsageError
+from tpuport.errors import TpuportError, UsageError
 from tpuport.targets import general_target, place_for_port
 
 #: Ends of weights' names that split over tp alike in every transformer of diffusers.
@@ -166,14 +167,47 @@ def _ported(
     target, ran = counting(general_target(placed, replace(settings, cache_dir=None)))
     pipeline = without_weights(folder, torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    with (
-        reporter.timed(f"porting {folder.class_name} at a small size"),
-        upstreams_errors(folder.class_name),
-    ):
-        found = rehearse(pipeline, target, arguments(folder), Reporter())
+    given = arguments(folder, settings)
+    try:
+        with (
+            reporter.timed(f"porting {folder.class_name} at a small size"),
+            upstreams_errors(folder.class_name),
+        ):
+            found = rehearse(pipeline, target, given, Reporter())
+    except TpuportError:
+        _check_upstream(folder, given, settings, reporter)
+        raise
     known = {**{p.name: p.reason for p in target.patches}}
     known |= {one.name: one.reason for one in target.overrides}
     return found, {name: known[name] for name in known if ran[name]}
+
+
+def _check_upstream(
+    folder: PipelineFolder,
+    given: Mapping[str, Any],
+    settings: Settings,
+    reporter: Reporter,
+) -> None:
+    """Refuse a small pipeline that upstream's own code does not run.
+
+    A missing package is no fault of the configs.
+    """
+    pipeline = replace(folder, whole=folder.modules()).load(torch.float32, reporter)
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        with reporter.timed("running upstream's own code"):
+            pipeline(**given)
+    except (NameError, ImportError):
+        return
+    except Exception as error:
+        whose = f"--weights {settings.weights}, made small,"
+        if not settings.weights:
+            whose = f"the class {folder.class_name}"
+        raise UsageError(
+            f"the configs of {whose} do not fit together ({type(error).__name__}: "
+            f"{one_line(error)}); add --weights with the folder of a"
+            f"{' small' if settings.weights else ''} pipeline that upstream runs"
+        ) from error
 
 
 def _fits(pattern: str, found: Rehearsal) -> bool:

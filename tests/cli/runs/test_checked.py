@@ -115,8 +115,10 @@ def test_a_folder_with_few_weights_runs_as_it_is(
     from tpuport.cli.runs import checked
 
     monkeypatch.setattr(checked, "compare", lambda *_: [])
+    monkeypatch.setattr(checked, "_MANY", 0)
     folder = saved(made(all_examples()["LTXPipeline"])[0], tmp_path / "ltx")
     ran = cli.good("check", folder, "--json")
+    assert "of weights and may take minutes; --weights SMALL_FOLDER" in ran.err
     assert ran.json["weights"] == str(folder)
     assert ran.json["unplanned"].startswith("no configs of a full size")
 
@@ -233,6 +235,35 @@ def test_a_folder_stands_in_for_a_class_that_says_too_little(
     install(tmp_path / "my-ltx2", "my-ltx2", "tpuport_my_ltx2.plugin")
     monkeypatch.setattr(checked, "compare", lambda *_: [])
     cli.good("check", "my-ltx2", "--no-plan")
+
+
+@pytest.mark.parametrize("kind", ["Image", "Video"])
+def test_a_pipeline_that_begins_with_a_file_is_given_one(
+    cli: Cli, kind: str, tmp_path: Path
+) -> None:
+    """Upstream has no default of the image, and ``None`` of the video.
+
+    The positions of the first are learned; of the second's steps a share is run.
+    """
+    name = f"CogVideoX{kind}ToVideoPipeline"
+    folder = saved(made(all_examples()[name])[0], tmp_path / "pipeline")
+    asked = ("new-model", "mine", "--class", name, "--weights", folder)
+    cli.good(*asked, "--option", "max_sequence_length=16")
+    asked += ("--out", "other")
+    assert (
+        "sequence_length: 'x' is no int"
+        in cli(*asked, "-o", "max_sequence_length=x").last
+    )
+
+
+def test_configs_that_upstream_does_not_run_are_told(cli: Cli) -> None:
+    """Of the class itself: its denoiser has no channels for the image."""
+    name = "CogVideoXImageToVideoPipeline"
+    ran = cli("new-model", "mine", "--class", name)
+    assert ran.code == 2
+    said = f"the configs of the class {name} do not fit together (RuntimeError: "
+    assert said in ran.last
+    assert "; add --weights with the folder of a pipeline" in ran.last
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "its own code": ({"_class_name": ["mine", "Pipe"]}, "code of its own"),
     "no pipeline": ({"_class_name": "AutoencoderKLWan"}, "not a pipeline"),
     "another library": ({"vae": ["mine", "VAE"]}, "vae as mine.VAE"),
-    "no denoiser": ({"transformer": [None, None]}, "has no transformer"),
+    "no denoiser": ({"transformer": [None, None]}, "has null for transformer"),
     "no such component": ({"vae": ["diffusers", "AutoencoderKLWann"]}, "AutoencoderK"),
 }
 

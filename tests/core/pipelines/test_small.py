@@ -52,6 +52,25 @@ def test_the_text_of_a_unet_is_as_wide_as_the_class_says() -> None:
     assert configs["model_index"]["scheduler"] == ["diffusers", "DDIMScheduler"]
 
 
+def test_all_layers_are_few_and_their_numbers_are_cut() -> None:
+    """But for those of a text encoder that are read."""
+    found = small(of_class("AuraFlowPipeline"))["transformer"]
+    assert (found["num_mmdit_layers"], found["num_single_dit_layers"]) == (2, 2)
+    assert small(of_class("WanVACEPipeline"))["transformer"]["vace_layers"] == [0]
+    index = {"transformer": ["diffusers", "Krea2Transformer2DModel"]}
+    configs = {"model_index": index, "transformer": {"num_text_layers": 12}}
+    assert small(configs)["transformer"] == {"num_text_layers": 12}
+
+
+def test_an_autoencoder_has_the_channels_that_the_denoiser_takes() -> None:
+    configs = of_class("CogView3PlusPipeline")
+    assert configs["vae"]["latent_channels"] == 16
+
+
+def test_a_setting_that_is_a_mapping_is_no_component() -> None:
+    assert "id2label" not in of_class("DiTPipeline")["model_index"]
+
+
 def test_a_component_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     configs = json.loads(LTX.read_text())
     configs["transformer"]["num_attention_heads"] = "two"
@@ -89,8 +108,10 @@ def test_a_folder_has_the_configs_of_its_components(tmp_path: Path) -> None:
         ("WanPipelin", r"diffusers 0\.\d+\.\d+ has no WanPipelin; did you mean WanPip"),
         ("WanTransformer3DModel", "is no pipeline of diffusers"),
         ("DiffusionPipeline", "is no pipeline of diffusers"),
-        ("StableVideoDiffusionPipeline", "nothing says how wide image_encoder is"),
+        ("Krea2Pipeline", "nothing says how wide text_encoder is"),
+        ("StableVideoDiffusionPipeline", "feature_extractor is a CLIPImageProcessor"),
         ("LTX2Pipeline", "cannot be made from its name alone: .*--weights FOLDER"),
+        ("ConsisIDPipeline", "needs a package that .*: pip install opencv-python"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_line(name: str, said: str) -> None:

@@ -314,8 +314,9 @@ class PipelineFolder:
         if denoisers and not any(name in there for name in denoisers):
             missing = denoisers  # of two experts each is optional, and one is needed
         if missing:
+            has = "null for" if missing[0] in null else "no"
             raise WeightsError(
-                f"{self._index} has no {missing[0]}, which {self.class_name} needs; "
+                f"{self._index} has {has} {missing[0]}, which {self.class_name} needs; "
                 "write the whole pipeline with save_pretrained()"
             )
 

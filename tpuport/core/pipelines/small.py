@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_origin
 
 import diffusers
 import torch
 
 from tpuport.core.enums import denoises
 from tpuport.core.pipelines.stand_in import class_of, tokenizer
+from tpuport.core.weights.absent_packages import needs_of
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError, did_you_mean
 
@@ -41,10 +42,14 @@ _ENCODER = {
     **dict.fromkeys(("d_ff", "intermediate_size"), 64),
 }
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-#: Words in the names of settings of diffusers -> the most that is kept.
-_LAYERS = ("num_layers", "num_single_layers", "num_refiner_layers")
+#: Layers of what is named ``..._layers``, and layers of a text encoder that are read.
+_MOST_LAYERS = 2
+_READ = ("num_text_layers", "num_condition_layers")
 _BLOCKS = ("layers_per_block", "num_res_blocks")
 _HIDDEN = ("ffn_dim", "intermediate_size")
+#: The denoiser has a weight for each place of a video of one size, which is made small.
+LEARNED = "use_learned_positional_embeddings"
+_LEARNED_SIZE = {"sample_height": 8, "sample_width": 8, "sample_frames": 9}
 #: Channels are a multiple of the groups that upstream's norms have.
 _GROUPS = 32
 
@@ -64,8 +69,9 @@ def of_class(name: str) -> Configs:
     needed: dict[str, Any] = {}
     denoiser = ""
     for part, found in cls._get_signature_types().items():
-        kind = next(t for t in found if isinstance(t, type) and t is not type(None))
-        if kind in (bool, float, int, str):
+        kinds = [t for t in found if isinstance(t, type) and t is not type(None)]
+        kind = next((t for t in kinds if get_origin(t) is None), None)
+        if kind in (None, bool, float, int, str):  # a setting, such as dict[int, str]
             continue
         if issubclass(kind, Enum):  # names many schedulers, the plainest first
             kind = getattr(diffusers, next(iter(kind)).name)
@@ -76,18 +82,24 @@ def of_class(name: str) -> Configs:
             continue
         needed[part] = kind
         library = kind.__module__.partition(".")[0]
-        if library not in ("diffusers", "transformers") or "pipelines" in (
-            kind.__module__.split(".")
-        ):
+        known = library in ("diffusers", "transformers")
+        made = issubclass(kind, torch.nn.Module) or any(
+            word in kind.__name__ for word in ("Tokenizer", "Scheduler")
+        )
+        if not known or not made or "pipelines" in kind.__module__.split("."):
             raise _refused(name, f"{part} is a {kind.__name__}")
         index[part] = [library, kind.__name__]
         if issubclass(kind, torch.nn.Module) and library == "diffusers":
             configs[part] = _defaults(name, part, kind)
+    wide = configs.get(denoiser, {})
+    latents = wide.get("in_channels")
+    if needed.get("vae") is diffusers.AutoencoderKL and isinstance(latents, int):
+        configs["vae"]["latent_channels"] = latents  # of several image models
     for part, kind in needed.items():
         is_module = issubclass(kind, torch.nn.Module)
         if is_module and index[part][0] == "transformers":
             words = _tokenizer_for(part, kind, index)
-            configs[part] = _encoder(name, part, kind, configs[denoiser], words)
+            configs[part] = _encoder(name, part, kind, wide, words)
     return configs
 
 
@@ -104,6 +116,11 @@ def pipeline_class(name: str) -> Any:
     hint = did_you_mean(name, known, "name a class such as WanPipeline")
     if found is None:
         raise UsageError(f"diffusers {diffusers.__version__} has no {name}; {hint}")
+    if isinstance(found, type) and (missing := needs_of(found)):
+        raise UsageError(
+            f"{name} needs a package that is not installed: pip install "
+            + " ".join(missing)
+        )
     raise UsageError(f"{name} is no pipeline of diffusers; {hint}")
 
 
@@ -204,6 +221,8 @@ def small(configs: Mapping[str, Any]) -> Configs:
 
 def _small_module(config: Mapping[str, Any]) -> Configs:
     found = {name: _small_value(name, value) for name, value in config.items()}
+    if config.get(LEARNED):
+        found |= _LEARNED_SIZE
     heads, dim = config.get("num_attention_heads"), config.get("attention_head_dim")
     if isinstance(heads, int) and isinstance(dim, int):
         # What is as wide as all heads together stays so.
@@ -213,11 +232,16 @@ def _small_module(config: Mapping[str, Any]) -> Configs:
 
 
 def _small_value(name: str, value: Any) -> Any:
+    layers = name.endswith("_layers") and name not in _READ
     if isinstance(value, list | tuple):
+        if layers and not name.startswith("num_"):  # numbers of layers
+            return [one for one in value if one < _MOST_LAYERS]
         return [_small_value(name, one) for one in value]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
-    if name in _LAYERS or name.endswith("num_attention_heads"):
+    if layers:
+        return min(value, _MOST_LAYERS)
+    if name.endswith("num_attention_heads"):
         return min(value, 2)
     if name.endswith(_BLOCKS):
         return 1

@@ -179,8 +179,7 @@ class Asked:
 
     Attributes:
         prompt: each is made with each ``seed``.
-        image: a path; made up for a check, a uint8 array [Y, X, 3].
-        video: a path; made up for a check, a uint8 array [F, Y, X, 3].
+        image, video: a path.
         aspect_ratio: (height, width).
     """
 
@@ -278,7 +277,7 @@ class Asked:
         "--option -o NAME=VALUE",
         "Any other setting; may be repeated.",
         default=dict,
-        commands="GEPCBJ",
+        commands="GEPCBJHW",
     )
 
 
