@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -204,12 +205,22 @@ def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> No
 def test_the_test_of_a_new_package_is_green(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the comparison, which the example's own check makes."""
+    """But for the comparison, which the example's own check makes.
+
+    The command of the test runs in this process, where the comparison is left out.
+    """
     from tpuport.cli.runs import checked
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "tpuport"]
+        return subprocess.CompletedProcess(command, cli(*command[3:]).code)
 
     monkeypatch.setattr(checked, "compare", lambda *_: [])
     assert cli("new-model", "my-ltx", "--class", "LTXPipeline").code == 0
-    monkeypatch.syspath_prepend(str(tmp_path / "my-ltx/tests"))
+    test = tmp_path / "my-ltx/tests/test_my_ltx.py"
+    assert behind_the_door([test]) == []
+    monkeypatch.syspath_prepend(str(test.parent))
+    monkeypatch.setattr(subprocess, "run", run)
     importlib.import_module("test_my_ltx").test_the_port_is_exact()
     sys.modules.pop("test_my_ltx")
 
