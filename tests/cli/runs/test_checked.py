@@ -110,6 +110,83 @@ def test_a_plugin_that_is_not_exact_is_told_where(
     assert f"{file}:3: an import behind tpuport.plugin: " in ran.out
 
 
+#: A package with several mistakes, of which none hides another.
+MISTAKEN = """
+from tpuport import plugin
+{more}
+GONE = plugin.diffusers_patch("gone", "models.normalization:RMSNorm.forwards", max, "x")
+
+@plugin.hookimpl
+def tpuport_model():
+    small = plugin.Published(configs="small.json", defaults={{"num_framez": 9}})
+    torn = plugin.Published("hub/id", configs="full.json")
+    return plugin.ModelPlugin(
+        "mistaken", "diffusers:LTXPipeline", patches=(GONE,),
+        variants={{"small": small, "full": torn}},
+    )
+"""
+
+
+@pytest.fixture
+def mistaken(tmp_path: Path) -> Path:
+    """The package's plugin module."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "mistaken"\nversion = "1"\n'
+        '[project.entry-points.tpuport]\nmistaken = "mistaken.plugin"\n'
+    )
+    package = tmp_path / "mistaken"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    text = (EXAMPLE / "ltx_small.json").read_text()
+    (package / "small.json").write_text(text)
+    (package / "full.json").write_text(text[:100])
+    (package / "plugin.py").write_text(MISTAKEN.format(more=""))
+    return package / "plugin.py"
+
+
+def test_every_mistake_of_a_package_is_told(
+    cli: Cli, tmp_path: Path, mistaken: Path
+) -> None:
+    ran = cli("check", ".", "--no-plan")
+    assert ran.code == 1
+    told = [line.strip() for line in ran.err.splitlines() if "plugin mistaken" in line]
+    assert told[0] == (
+        "error: plugin mistaken: variants['small']: defaults['num_framez'] is no "
+        "parameter of LTXPipeline; did you mean num_frames?"
+    )
+    assert told[1].startswith(f"plugin mistaken: variants['full']: {mistaken.parent}")
+    assert told[2].startswith("plugin mistaken: 1 patch cannot be applied: 'gone' of ")
+    assert len(told) == 3
+
+
+def test_imports_are_told_of_a_package_that_does_not_load(
+    cli: Cli, mistaken: Path
+) -> None:
+    more = "from tpuport.core.nowhere import gone"
+    mistaken.write_text(MISTAKEN.format(more=more))
+    ran = cli("check", ".", "--no-plan")
+    assert ran.code == 1
+    assert f"{mistaken}:3: an import behind tpuport.plugin: {more}" in ran.out
+    assert "failed to import: ModuleNotFoundError" in ran.last
+
+
+def test_a_patch_that_never_runs_is_told(
+    cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of two patches the other is not."""
+    from tpuport.cli.runs import checked
+
+    monkeypatch.setattr(checked, "compare", lambda *_: [])
+    text = WRONG.format(configs=EXAMPLE / "ltx_small.json")
+    target = "models.normalization:SD35AdaLayerNormZeroX.forward"
+    other = f'plugin.diffusers_patch("idle", "{target}", louder, "a", wraps=True)'
+    text = text.replace("wraps=True),)", f"wraps=True), {other})")
+    (tmp_path / "idle_plugin.py").write_text(text)
+    install(tmp_path, "wrong", "idle_plugin")
+    ran = cli("check", "wrong", "--no-plan", "--json")
+    assert ran.json["never_run"] == ["idle"]
+
+
 def test_a_folder_with_few_weights_runs_as_it_is(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
