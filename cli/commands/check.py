@@ -180,10 +180,13 @@ def _declared(name: str, stack: contextlib.ExitStack) -> str:
 
 
 def _idle(name: str, settings: Settings, display: Display) -> list[str]:
-    """The patches of a plugin that its small pipeline never runs."""
+    """The patches of a plugin that its small pipeline never runs, with any blocks."""
     plugin = find_plugin(name)
-    patches = () if plugin is None else plugin.model.patches_with(Blocks.NATIVE)
-    if not patches:
+    if plugin is None:
+        return []
+    every = (Blocks.NATIVE, Blocks.UPSTREAM)
+    idle = {p.name: p for blocks in every for p in plugin.model.patches_with(blocks)}
+    if not idle:
         return []
     import torch
 
@@ -194,13 +197,19 @@ def _idle(name: str, settings: Settings, display: Display) -> list[str]:
     from tpuport.core.drive.rehearsal import without_weights
 
     folder = Subject.find(name, settings, Reporter()).made(settings, Reporter())
-    own = replace(settings, cache_dir=None)
     placed = targets.place_for_port(MeshSpec())
-    target = targets.claimed_target(folder.class_name, placed, own, Reporter())
-    pipeline = without_weights(folder, torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
     with display.timed("looking at the patches"), upstreams_errors(folder.class_name):
-        return never_run(pipeline, target, arguments(folder), patches)
+        for blocks in every:
+            own = replace(settings, cache_dir=None, blocks=blocks)
+            target = targets.claimed_target(folder.class_name, placed, own, Reporter())
+            pipeline = without_weights(folder, torch.float32)
+            pipeline.set_progress_bar_config(disable=True)
+            left = [*idle.values()]
+            names = never_run(pipeline, target, arguments(folder), left)
+            idle = {one: idle[one] for one in names}
+            if not idle:
+                break
+    return [*idle]
 
 
 def _text(found: Checked) -> Iterator[str]:

@@ -86,7 +86,8 @@ def test_the_example_is_exact_on_one_device_and_on_a_mesh(
     ran = cli.good("check", EXAMPLE, "--no-plan", "--json")
     told = ran.json
     assert told["good"]
-    assert blocks == [Blocks.NATIVE] * 3
+    assert blocks == [Blocks.NATIVE] * 4  # three meshes, and which patches run
+    assert told["never_run"] == []
     assert told["imports"] == []
     meshes = ["one device", "dp=2,sp=2", "sp=2,tp=2"]
     assert [one["mesh"] for one in told["compared"]] == meshes
