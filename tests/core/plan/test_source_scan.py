@@ -103,7 +103,8 @@ class Repeats(nn.Module):
     def forward(self, x, t, num_frames, repeats=2):
         x = torch.repeat_interleave(x, num_frames)
         x = x.repeat_interleave(repeats)
-        x = torch.repeat_interleave(x, repeats=t)  # a shape that depends on values
+        x = x.repeat_interleave(t, output_size=9)
+        torch.repeat_interleave(x, t, output_size=9)  # a shape that depends on values
         return x.repeat_interleave(t)  # a shape that depends on values
 
 

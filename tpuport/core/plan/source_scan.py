@@ -305,11 +305,14 @@ class _Reader:
             return
         name, on = node.func.attr, node.func.value
         if name == "repeat_interleave":
-            given = arguments[1:2] if full.startswith("torch.") else arguments[:1]
+            function = full.startswith("torch.")
+            given = arguments[1:2] if function else arguments[:1]
             given += [k.value for k in node.keywords if k.arg == "repeats"]
             sized = any(k.arg == "output_size" for k in node.keywords)
-            if not sized and any(self._may_be(one, within) for one in given):
-                yield "a shape that depends on values", "give output_size="
+            if (function or not sized) and any(
+                self._may_be(one, within) for one in given
+            ):
+                yield "a shape that depends on values", "give the method output_size="
         if re.fullmatch(r"[a-z]\w*[a-z0-9]_", name) and name not in words.NO_WRITES:
             if viewed := _viewed(on):
                 yield viewed
