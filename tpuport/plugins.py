@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from tpuport import hookspecs
 from tpuport.errors import PluginError, UnknownModelError, did_you_mean
 
 if TYPE_CHECKING:
-    from tpuport.core.spec.model_plugin import ModelPlugin
+    from tpuport.core.spec.model_plugin import ModelPlugin, Published
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,20 +193,26 @@ class _Source(importlib.metadata.Distribution):
     def locate_file(self, path: Any) -> Path:
         return self.folder / path
 
-    def make_importable(self) -> None:
-        """Let Python find the package here."""
+    def place(self) -> Path:
+        """The folder of the package, or the file of a module by itself."""
         named = dict(self.folders.get("package-dir", {}))
         for name in (named.get("", "."), "src"):
-            place = self.folder / name
-            if (place / self.top).is_dir() or (place / f"{self.top}.py").is_file():
-                sys.path.insert(0, str(place))
-                return
+            for found in (self.top, f"{self.top}.py"):
+                if (self.folder / name / found).exists():
+                    return self.folder / name / found
         if self.top not in named:
             raise PluginError(
                 f"{self.file} names {self.value}, and there is no {self.top} in "
                 f"{self.folder}, nor in its src; correct the name"
             )
-        place = self.folder / named[self.top]
+        return self.folder / str(named[self.top])
+
+    def make_importable(self) -> None:
+        """Let Python find the package here."""
+        place = self.place()
+        if place.stem == self.top:
+            sys.path.insert(0, str(place.parent))
+            return
         module, code = ModuleType(self.top), place / "__init__.py"
         module.__path__ = [str(place)]
         if not code.is_file():
@@ -219,6 +225,16 @@ class _Source(importlib.metadata.Distribution):
         assert spec.loader is not None
         sys.modules[self.top] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+
+
+def sources_of_folder(folder: Path) -> list[Path]:
+    """The files of a package that need not be installed; none is imported.
+
+    Raises:
+        PluginError: ``pyproject.toml`` names no plugin, or several, or no package.
+    """
+    place = _Source(folder.resolve()).place()
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
 @contextlib.contextmanager
@@ -288,6 +304,21 @@ def find_plugin(model: str) -> Plugin | None:
 def folder_of(model: str) -> Path:
     """The folder of the module of an installed plugin."""
     return installed_plugins()[model].file.parent
+
+
+def configs_of(plugin: ModelPlugin, variant: Published) -> Mapping[str, Any]:
+    """The configs of a variant of an installed plugin, by component.
+
+    Raises:
+        PluginError: they cannot be read; the message names plugin and variant.
+    """
+    try:
+        return variant.read(folder_of(plugin.name))
+    except PluginError as error:
+        name = next(n for n, one in plugin.variants.items() if one is variant)
+        raise PluginError(
+            f"plugin {plugin.name}: variants[{name!r}]: {error}"
+        ) from error
 
 
 def get_model(name: str) -> ModelPlugin:

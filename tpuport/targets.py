@@ -6,8 +6,10 @@ of a pipeline or a module adds its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,20 @@ from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT, GATHERED
-from tpuport.errors import MeshError, PluginError, UsageError
-from tpuport.plugins import get_model, model_plugins, plugin_for, plugin_for_module
+from tpuport.errors import (
+    MeshError,
+    PluginError,
+    TpuportError,
+    UsageError,
+    did_you_mean,
+)
+from tpuport.plugins import (
+    configs_of,
+    get_model,
+    model_plugins,
+    plugin_for,
+    plugin_for_module,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -223,6 +237,52 @@ def _of_plugin(
     return found
 
 
+def mistakes_of(plugin: ModelPlugin) -> list[str]:
+    """What an installed plugin declares and is not so, each apart from the others.
+
+    The classes of the pipelines that the plugin claims are imported.
+    """
+    found: list[str] = []
+
+    def noted(check: Callable[[], object]) -> None:
+        try:
+            check()
+        except TpuportError as error:
+            notes = (note.strip() for note in getattr(error, "__notes__", ()))
+            found.extend((str(error), *notes))
+
+    noted(plugin.check)
+    if not found:
+        found += _unknown_defaults(plugin)
+    for one in plugin.variants.values():
+        if one.configs:
+            noted(partial(configs_of, plugin, one))
+    noted(partial(_check_patches, plugin, Blocks.NATIVE, {}))
+    return found
+
+
+def _unknown_defaults(plugin: ModelPlugin) -> Iterator[str]:
+    """Keywords of variants that no claimed pipeline's call has."""
+    from tpuport.core.pipelines.call_arguments import PARAMETERS, SCHEDULER
+
+    calls = [plugin_class.__call__ for plugin_class in plugin.classes]
+    takes = [
+        one for call in calls for one in inspect.signature(call).parameters.items()
+    ]
+    if any(one.kind is one.VAR_KEYWORD for _, one in takes):
+        return
+    known = {name for name, _ in takes} - {"self"}
+    known |= {name for name, names in PARAMETERS.items() if known & {*names}}
+    known |= {"fps", SCHEDULER}
+    for variant, published in plugin.variants.items():
+        for name in published.defaults.keys() - known:
+            hint = did_you_mean(name, known, "name a parameter of upstream's call")
+            yield (
+                f"plugin {plugin.name}: variants[{variant!r}]: defaults[{name!r}] is "
+                f"no parameter of {' or '.join(plugin.pipelines)}; {hint}"
+            )
+
+
 def _check_patches(
     plugin: ModelPlugin, blocks: Blocks, chosen: Mapping[str, str]
 ) -> None:
@@ -235,15 +295,14 @@ def _check_patches(
     wrong = [status for status in found if status.state in ("gone", "broken")]
     if not wrong:
         return
-    told = []
+    first = wrong[0]
+    error = PluginError(
+        f"plugin {plugin.name}: {plural(len(wrong), 'patch')} cannot be applied: "
+        f"{first.name!r} of {first.target} is {first.state}; adapt what is named, or "
+        "remove it"
+    )
     for status in wrong:
         owner = owners.get(status.name)
         form = f"module {owner}'s native form: " if owner else ""
-        told.append(f"{form}{status.detail}")
-    error = PluginError(
-        f"plugin {plugin.name}: {plural(len(wrong), 'patch')} cannot be applied: "
-        f"{told[0]}"
-    )
-    for detail in told[1:]:
-        error.add_note(f"  {detail}")
+        error.add_note(f"  {form}{status.detail}")
     raise error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +24,32 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Blocks
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import parse_topology
-from tpuport.core.plan.source_scan import Finding, by_kind, scan, sources_in
-from tpuport.core.reports import bytes_text, plural, seconds_text
+from tpuport.core.plan.source_scan import (
+    Finding,
+    behind_the_door,
+    by_kind,
+    scan,
+    sources_in,
+)
+from tpuport.core.reports import Reporter, bytes_text, plural, seconds_text
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import read_value
 from tpuport.core.weights.hub import local_folder
-from tpuport.errors import MissingWeightsError, UsageError, did_you_mean, quoted
-from tpuport.plugins import find_plugin, model_plugins
+from tpuport.errors import (
+    MissingWeightsError,
+    PluginError,
+    UsageError,
+    did_you_mean,
+    quoted,
+)
+from tpuport.plugins import (
+    find_plugin,
+    model_plugins,
+    plugin_of_folder,
+    sources_of_folder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,15 +83,18 @@ def check_(
     Example: tpuport check ltx --topology v6e-8
     """
     found = None if no_plan else read_value(parse_topology, topology, "--topology")
+    if not settings.json:
+        _tell_imports(name)
     _check_name(name, settings)
     prepare_small_meshes()
     if found is not None:
         prepare_topology(found)
     prepare(debug=settings.debug)
-    with Display(signals.check) as display:
+    with contextlib.ExitStack() as stack, Display(signals.check) as display:
         import_libraries(display)
         from tpuport.cli.runs.checked import check
 
+        name = _declared(name, stack)
         told = 0
 
         def tell(checked: Checked) -> None:
@@ -82,7 +105,15 @@ def check_(
             told = len(lines)
 
         checked = check(name, settings, found, display, tell)
-    document = {"command": "check", **checked.as_dict()}
+        idle = _idle(name, settings, display)
+        remarks = [
+            f"remark: the patch {one} never ran in {checked.pipeline}; remove it, if "
+            "it is for no other pipeline or variant"
+            for one in idle
+        ]
+        if remarks and not settings.json:
+            print(*remarks, sep="\n")
+    document = {"command": "check", **checked.as_dict(), "never_run": idle}
     give_out(document, as_json=settings.json)
     if not checked.good:
         raise typer.Exit(1)
@@ -111,15 +142,82 @@ def _check_name(name: str, settings: Settings) -> None:
         )
 
 
+def _tell_imports(name: str) -> None:
+    """Tell what a package imports behind the door, before anything of it is loaded."""
+    place = Path(name).expanduser()
+    if (place / "pyproject.toml").is_file():
+        files = sources_of_folder(place)
+    else:
+        known = find_plugin(name)
+        files = known.sources if known else []
+    for one in behind_the_door(files):
+        print(_line(one), flush=True)
+
+
+def _declared(name: str, stack: contextlib.ExitStack) -> str:
+    """The name that a plugin is checked by; refuses what it declares and is not so.
+
+    Args:
+        stack: the plugin of a folder is found while this is open.
+
+    Raises:
+        PluginError: the first mistake; notes have the others.
+    """
+    from tpuport.targets import mistakes_of
+
+    place, plugin = Path(name).expanduser(), find_plugin(name)
+    if plugin is None and (place / "pyproject.toml").is_file():
+        plugin = stack.enter_context(plugin_of_folder(place))
+    if plugin is None:
+        return name
+    first, *others = [*mistakes_of(plugin.model), ""]
+    if first:
+        error = PluginError(first)
+        for one in filter(None, others):
+            error.add_note(f"  {one}")
+        raise error
+    return plugin.model.name
+
+
+def _idle(name: str, settings: Settings, display: Display) -> list[str]:
+    """The patches of a plugin that its small pipeline never runs, with any blocks."""
+    plugin = find_plugin(name)
+    if plugin is None:
+        return []
+    every = (Blocks.NATIVE, Blocks.UPSTREAM)
+    idle = {p.name: p for blocks in every for p in plugin.model.patches_with(blocks)}
+    if not idle:
+        return []
+    import torch
+
+    from tpuport import targets
+    from tpuport.cli.runs.checked import Subject, arguments
+    from tpuport.cli.runs.checks import upstreams_errors
+    from tpuport.core.drive.changes_run import never_run
+    from tpuport.core.drive.rehearsal import without_weights
+
+    folder = Subject.find(name, settings, Reporter()).made(settings, Reporter())
+    placed = targets.place_for_port(MeshSpec())
+    with display.timed("looking at the patches"), upstreams_errors(folder.class_name):
+        for blocks in every:
+            own = replace(settings, cache_dir=None, blocks=blocks)
+            target = targets.claimed_target(folder.class_name, placed, own, Reporter())
+            pipeline = without_weights(folder, torch.float32)
+            pipeline.set_progress_bar_config(disable=True)
+            left = [*idle.values()]
+            names = never_run(pipeline, target, arguments(folder), left)
+            idle = {one: idle[one] for one in names}
+            if not idle:
+                break
+    return [*idle]
+
+
 def _text(found: Checked) -> Iterator[str]:
     """All that is known so far.
 
     As more comes to be known, the lines must only ever append: those that were told
     are not told again.
     """
-    for place in found.imports:
-        yield f"{place.file}:{place.line}: {place.kind}: {place.code}"
-        yield f"    {place.remedy}"
     yield f"{found.pipeline}, small, in float32 beside upstream's own code:"
     for one in found.compared:
         yield f"  {one.mesh}: {_verdict(one)}"

@@ -20,7 +20,7 @@ from tpuport.core.spec.model_plugin import ModelPlugin, Published
 from tpuport.core.spec.run_settings import DEMO, read_value
 from tpuport.core.weights.hub import local_folder, read_index
 from tpuport.errors import UsageError
-from tpuport.plugins import folder_of, get_model, model_plugins, plugin_for
+from tpuport.plugins import configs_of, folder_of, get_model, model_plugins, plugin_for
 
 #: The shape, width by height, that size classes are named by: 720p is 1280x720.
 NAMED = 16 / 9
@@ -77,7 +77,7 @@ def _known(settings: Settings) -> tuple[ModelPlugin | None, Mapping[str, Any]]:
 
 
 def _index_of(plugin: ModelPlugin, one: Published) -> Mapping[str, Any]:
-    return one.read(folder_of(plugin.name))["model_index"] if one.configs else {}
+    return configs_of(plugin, one)["model_index"] if one.configs else {}
 
 
 def with_model(settings: Settings, *, weights: bool = True) -> Settings:
@@ -161,7 +161,7 @@ def _made(
     settings: Settings, model: str, variant: str, published: Published, kind: str
 ) -> Path:
     """A folder of the cache, made of configs; ``kind`` demo has random weights."""
-    configs = published.read(folder_of(model))
+    configs = configs_of(get_model(model), published)
     content = json.dumps(configs, sort_keys=True).encode()
     mark = hashlib.sha256(content).hexdigest()[:8]
     folder = cache_folder(settings.cache_dir) / kind / f"{model}-{variant}-{mark}"
@@ -196,7 +196,7 @@ def _class_of(settings: Settings, plugin: ModelPlugin, one: Published) -> Any:
     from tpuport.core.pipelines.call_arguments import media_of
     from tpuport.core.pipelines.folder import class_taking
 
-    configs = one.read(folder_of(plugin.name))
+    configs = configs_of(plugin, one)
     index, transformer = configs["model_index"], configs.get("transformer", {})
     found = class_taking(plugin, index, transformer, media_of(settings))
     return found and getattr(diffusers, found)

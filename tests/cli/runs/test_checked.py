@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -85,7 +86,8 @@ def test_the_example_is_exact_on_one_device_and_on_a_mesh(
     ran = cli.good("check", EXAMPLE, "--no-plan", "--json")
     told = ran.json
     assert told["good"]
-    assert blocks == [Blocks.NATIVE] * 3
+    assert blocks == [Blocks.NATIVE] * 4  # three meshes, and which patches run
+    assert told["never_run"] == []
     assert told["imports"] == []
     meshes = ["one device", "dp=2,sp=2", "sp=2,tp=2"]
     assert [one["mesh"] for one in told["compared"]] == meshes
@@ -107,6 +109,83 @@ def test_a_plugin_that_is_not_exact_is_told_where(
     assert "one device: differs: first transformer, by " in ran.out
     assert f", in {part}" in ran.out
     assert f"{file}:3: an import behind tpuport.plugin: " in ran.out
+
+
+#: A package with several mistakes, of which none hides another.
+MISTAKEN = """
+from tpuport import plugin
+{more}
+GONE = plugin.diffusers_patch("gone", "models.normalization:RMSNorm.forwards", max, "x")
+
+@plugin.hookimpl
+def tpuport_model():
+    small = plugin.Published(configs="small.json", defaults={{"num_framez": 9}})
+    torn = plugin.Published("hub/id", configs="full.json")
+    return plugin.ModelPlugin(
+        "mistaken", "diffusers:LTXPipeline", patches=(GONE,),
+        variants={{"small": small, "full": torn}},
+    )
+"""
+
+
+@pytest.fixture
+def mistaken(tmp_path: Path) -> Path:
+    """The package's plugin module."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "mistaken"\nversion = "1"\n'
+        '[project.entry-points.tpuport]\nmistaken = "mistaken.plugin"\n'
+    )
+    package = tmp_path / "mistaken"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    text = (EXAMPLE / "ltx_small.json").read_text()
+    (package / "small.json").write_text(text)
+    (package / "full.json").write_text(text[:100])
+    (package / "plugin.py").write_text(MISTAKEN.format(more=""))
+    return package / "plugin.py"
+
+
+def test_every_mistake_of_a_package_is_told(
+    cli: Cli, tmp_path: Path, mistaken: Path
+) -> None:
+    ran = cli("check", ".", "--no-plan")
+    assert ran.code == 1
+    told = [line.strip() for line in ran.err.splitlines() if "plugin mistaken" in line]
+    assert told[0] == (
+        "error: plugin mistaken: variants['small']: defaults['num_framez'] is no "
+        "parameter of LTXPipeline; did you mean num_frames?"
+    )
+    assert told[1].startswith(f"plugin mistaken: variants['full']: {mistaken.parent}")
+    assert told[2].startswith("plugin mistaken: 1 patch cannot be applied: 'gone' of ")
+    assert len(told) == 3
+
+
+def test_imports_are_told_of_a_package_that_does_not_load(
+    cli: Cli, mistaken: Path
+) -> None:
+    more = "from tpuport.core.nowhere import gone"
+    mistaken.write_text(MISTAKEN.format(more=more))
+    ran = cli("check", ".", "--no-plan")
+    assert ran.code == 1
+    assert f"{mistaken}:3: an import behind tpuport.plugin: {more}" in ran.out
+    assert "failed to import: ModuleNotFoundError" in ran.last
+
+
+def test_a_patch_that_never_runs_is_told(
+    cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of two patches the other is not."""
+    from tpuport.cli.runs import checked
+
+    monkeypatch.setattr(checked, "compare", lambda *_: [])
+    text = WRONG.format(configs=EXAMPLE / "ltx_small.json")
+    target = "models.normalization:SD35AdaLayerNormZeroX.forward"
+    other = f'plugin.diffusers_patch("idle", "{target}", louder, "a", wraps=True)'
+    text = text.replace("wraps=True),)", f"wraps=True), {other})")
+    (tmp_path / "idle_plugin.py").write_text(text)
+    install(tmp_path, "wrong", "idle_plugin")
+    ran = cli("check", "wrong", "--no-plan", "--json")
+    assert ran.json["never_run"] == ["idle"]
 
 
 def test_a_folder_with_few_weights_runs_as_it_is(
@@ -206,12 +285,22 @@ def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> No
 def test_the_test_of_a_new_package_is_green(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the comparison, which the example's own check makes."""
+    """But for the comparison, which the example's own check makes.
+
+    The command of the test runs in this process, where the comparison is left out.
+    """
     from tpuport.cli.runs import checked
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "tpuport"]
+        return subprocess.CompletedProcess(command, cli(*command[3:]).code)
 
     monkeypatch.setattr(checked, "compare", lambda *_: [])
     assert cli("new-model", "my-ltx", "--class", "LTXPipeline").code == 0
-    monkeypatch.syspath_prepend(str(tmp_path / "my-ltx/tests"))
+    test = tmp_path / "my-ltx/tests/test_my_ltx.py"
+    assert behind_the_door([test]) == []
+    monkeypatch.syspath_prepend(str(test.parent))
+    monkeypatch.setattr(subprocess, "run", run)
     importlib.import_module("test_my_ltx").test_the_port_is_exact()
     sys.modules.pop("test_my_ltx")
 

@@ -15,6 +15,7 @@ from tpuport.core.plan.source_scan import (
     sources_in,
 )
 from tpuport.errors import UsageError
+from tpuport.patches.standard import PATCHES
 
 MODULE = """
 import torch
@@ -24,6 +25,10 @@ from flash_attn import flash_attn_func
 from torch.utils.cpp_extension import load_inline
 from typing import Optional
 from torch.cuda.amp import autocast  # torch.cuda
+import torch.cuda.amp as amp  # torch.cuda
+from mylib import _C
+import rope_cuda
+from mylib.checks import is_cuda_here
 
 kernels = torch.ops.mine
 
@@ -50,7 +55,7 @@ class Block(nn.Module):
         dist.all_reduce(x)  # torch.distributed
         z = torch.ops.mine.kernel(x)  # an operator of its own
         both = torch.where(mask, x, y)
-        x[:, :4] = y
+        x[:, :4] = y  # a write to slices, in place
         with autocast():  # torch.cuda
             x = x[(x > 0) & (x < 1)]  # boolean indexing
         positive = x > 0
@@ -69,6 +74,44 @@ class Block(nn.Module):
             .item()  # values as a number
         )
         return torch.ops.aten.add(x, x[..., 0])
+
+    def other(self, x: torch.Tensor, sizes, device="cuda"):  # a CUDA device by name
+        n = float(x[0]), int(x.shape[0]), int(sizes[0])  # values as a number
+        y = torch.roll(x, 1)
+        n = int(y[0, 1] + 1)  # values as a number
+        for i in range(x.max()):  # Python that depends on values
+            pass
+        for i in range(int(x.max())):  # values as a number
+            pass
+        y = _C.rope(x)  # an operator of its own
+        y = rope_cuda.forward(x)  # an operator of its own
+        y = is_cuda_here(x) or torch._C._get_tracing_state()
+        x[:, 0].add_(3)  # a write to an indexed view, in place
+        x[0].mul_(3)  # a write to an indexed view, in place
+        self.layers[0].reset_()
+        x[..., ::2] = y  # a write to slices, in place
+        x[:, 0] += y  # a write to slices, in place
+        x.transpose(0, 1).mul_(3)  # a write to a view, in place
+        x.view(-1)[0] = 1  # a write to a view, in place
+        x[1:].view(-1)[0] = 1  # a write to a reshaped slice, in place
+        x[1:].t().zero_()  # a write to a view, in place
+        sizes[0] = 1
+        return x.repeat_interleave(2), x.repeat_interleave(sizes, output_size=9)
+
+
+class Repeats(nn.Module):
+    def forward(self, x, t, num_frames, repeats=2):
+        x = torch.repeat_interleave(x, num_frames)
+        x = x.repeat_interleave(repeats)
+        x = x.repeat_interleave(t, output_size=9)
+        torch.repeat_interleave(x, t, output_size=9)  # a shape that depends on values
+        return x.repeat_interleave(t)  # a shape that depends on values
+
+
+class Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return _C.forward(x)  # an operator of its own
 
 
 class Pipeline:
@@ -98,7 +141,7 @@ def test_each_kind_is_found_where_it_is(tmp_path: Path) -> None:
     assert all(one.remedy and one.code for one in found)
     one = next(one for one in found if one.kind == "values as a number")
     assert one.within == "Block.forward"
-    assert by_kind(found)["a shape that depends on values"] == 2
+    assert by_kind(found)["a shape that depends on values"] == 4
 
 
 def test_the_patch_of_a_function_covers_what_is_in_it(
@@ -116,6 +159,24 @@ def test_the_patch_of_a_function_covers_what_is_in_it(
     assert {one.patch for one in scan(file, {target.replace("15:", "16:"): "x"})} == {
         ""
     }
+
+
+@pytest.mark.parametrize(
+    ("line", "patch"),
+    [
+        ("x[:, 0].add_(3)", "torchax-in-place-on-views"),
+        ("x[..., ::2] = y", "torchax-slice-assignment-tensor"),
+        ("x[1:].view(-1)[0] = y", "torchax-view-array"),
+        ("x.t().add_(3)", ""),
+    ],
+)
+def test_a_write_in_place_names_the_patch_that_lets_it_run(
+    tmp_path: Path, line: str, patch: str
+) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(f"def helper(x, y):\n    {line}\n")
+    patches = {one.target: one.name for one in PATCHES}
+    assert [one.patch for one in scan(file, patches)] == [patch]
 
 
 def test_a_folder_is_read_whole(tmp_path: Path) -> None:

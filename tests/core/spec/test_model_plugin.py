@@ -86,22 +86,28 @@ def test_what_upstream_has_not_is_refused_when_a_pipeline_is_ported(
 def test_every_patch_that_cannot_be_applied_is_told(
     pipeline: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first in the error's own text, the others each on a whole line."""
+    """The first by its whole target in the error's own text, all in lines below."""
+    module = "diffusers.models.transformers.transformer_hunyuan_video15"
+    target = f"{module}:HunyuanVideo15Transformer3DModel.fordward"
+    first = replace(GONE, name="hunyuanvideo15-joint-attention", target=target)
     long = replace(GONE, name="long", target=f"diffusers:{'Long' * 90}.forward")
     form = NativeForm(patches=(long,))
-    install(monkeypatch, patches=(GONE,), modules={"transformer": Module(native=form)})
+    install(monkeypatch, patches=(first,), modules={"transformer": Module(native=form)})
     with pytest.raises(PluginError) as caught:
         api.port(pipeline, progress=False)
-    first = f"2 patches cannot be applied: patch 'gone': target {GONE.target} does not "
-    assert str(caught.value).startswith(f"plugin mine: {first}")
     explain(caught.value, debug=False)
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"error: {caught.value}"
-    assert told[1].startswith(
+    assert told[0] == (
+        "error: plugin mine: 2 patches cannot be applied: "
+        f"'hunyuanvideo15-joint-attention' of {target} is gone; adapt what is named, "
+        "or remove it"
+    )
+    assert told[1].startswith(f"  patch {first.name!r}: target {target} does not exist")
+    assert told[2].startswith(
         f"  module transformer's native form: patch 'long': target {long.target} does "
     )
-    assert len(told) == 2
-    assert all(line.endswith("installed version or removed") for line in told)
+    assert len(told) == 3
+    assert all(line.endswith("installed version or removed") for line in told[1:])
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,22 @@ def test_no_pattern_takes_long_or_mixes_up_numbers(pattern: str, near: str) -> N
         (lambda: replace(PLUGIN, modules={"vae": 5}), "is no Module"),
         (lambda: Published(configs=5), "configs=5 is not the name of a file"),  # type: ignore[arg-type]
         (lambda: replace(PLUGIN, suits=5), "suits is no function"),
+        (
+            lambda: replace(PLUGIN, suits=lambda pipeline: True),
+            r"plugin mine: suits takes \(pipeline\), and is called with a pipeline's",
+        ),
+        (
+            lambda: ModelPlugin("mine", "diffusers:LTXPipeline", patchs=()),  # type: ignore[call-arg]
+            "ModelPlugin has no field 'patchs'; did you mean patches?",
+        ),
+        (
+            lambda: Module(splits="space"),  # type: ignore[call-arg]
+            "Module has no field 'splits'; did you mean split?",
+        ),
+        (
+            lambda: Published("hub/id", config="a.json"),  # type: ignore[call-arg]
+            "Published has no field 'config'; did you mean configs?",
+        ),
         (lambda: Module(native=5), "native=5 is not a NativeForm"),  # type: ignore[arg-type]
         (lambda: Module(forms={"a": 5}), "and no NativeForm"),  # type: ignore[dict-item]
         (lambda: Module(layout={"a": ("zz",)}), "a mesh has no axis 'zz'"),

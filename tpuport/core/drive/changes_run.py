@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import pkgutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+from tpuport.core.drive.rehearsal import rehearse
+from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -34,6 +37,24 @@ def counting(target: Target) -> tuple[Target, Counter[str]]:
         ),
     )
     return counted, ran
+
+
+def never_run(
+    pipeline: Any, target: Target, given: Mapping[str, Any], patches: Sequence[Patch]
+) -> list[str]:
+    """The names of patches on functions that one call of a pipeline never runs.
+
+    Args:
+        pipeline: without weights.
+        given: keywords of the call.
+    """
+    counted, ran = counting(target)
+    rehearse(pipeline, counted, given, Reporter())
+    return [
+        patch.name
+        for patch in patches
+        if not ran[patch.name] and inspect.isroutine(pkgutil.resolve_name(patch.target))
+    ]
 
 
 def _replacement(patch: Patch, ran: Counter[str]) -> Any:

@@ -15,49 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tpuport.core.plan import source_words as words
 from tpuport.errors import UsageError
-
-#: Packages of CUDA kernels -> what runs in their place.
-_KERNELS = {
-    **dict.fromkeys(
-        ("flash_attn", "xformers", "sageattention"),
-        "call torch's scaled_dot_product_attention, which runs as splash",
-    ),
-    "flash_attn_interface": "call torch's scaled_dot_product_attention",
-    "triton": "write the kernel in Pallas, or take torch's own operators",
-    "apex": "take torch's own layer",
-    "bitsandbytes": "load the weights in bfloat16",
-    "deepspeed": "leave it out: the mesh splits the work",
-}
-_TO_BUILD = {"load", "load_inline", "CUDAExtension", "CppExtension"}
-_REGISTERED = {"torch.library.custom_op"}
-#: Methods that hand a tensor's values to Python.
-_VALUES = {
-    "item": "a number",
-    "tolist": "a list",
-    "numpy": "an array",
-    "cpu": "a tensor on the host",
-}
-#: Functions whose result has a shape that depends on values.
-_SHAPED_BY_VALUES = {
-    **dict.fromkeys(
-        ("nonzero", "masked_select", "argwhere"), "torch.where with a mask of full size"
-    ),
-    **dict.fromkeys(
-        ("unique", "unique_consecutive"), "a table that is made on the host"
-    ),
-    "bincount": "torch.nn.functional.one_hot and a sum",
-}
-_REDUCTIONS = {"any", "all", "sum", "max", "min", "mean", "equal", "allclose"}
-_TYPES = {"Optional", "Union", "List", "Dict", "Tuple", "list", "dict", "tuple", "type"}
-_MASKS = ("mask", "valid", "keep", "selected")
-#: Functions and methods whose result is a mask.
-_MAKE_MASKS = {"bool", "isnan", "isinf", "isfinite", "isclose", "isin"}
-_MAKE_MASKS |= {"gt", "ge", "lt", "le", "eq", "ne", "greater", "less", "not_equal"}
-_MAKE_MASKS |= {f"logical_{name}" for name in ("and", "or", "xor", "not")}
-_DISTRIBUTED = "torch.distributed", "leave it out: the mesh splits the work"
-_CUDA = "torch.cuda", "leave it out, or ask for it on CUDA alone"
-_OWN = "an operator of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +29,8 @@ class Finding:
         code: the line.
         remedy: what to do.
         within: the function around, with its class.
-        patch: a patch of tpuport that takes the function's place; empty without.
+        patch: a patch of tpuport that takes the function's place, or lets the line
+            run; empty without.
     """
 
     file: Path
@@ -137,6 +97,7 @@ def scan(file: Path, patches: Mapping[str, str]) -> list[Finding]:
     for node, kind, remedy, within in _Reader().read(tree):
         line = _line_of(node)
         patch = _covering(file.resolve(), within, patches)
+        patch = patch or patches.get(words.COVERED.get(kind, ""), "")
         code = lines[line - 1].strip()
         found[line, kind] = Finding(file, line, kind, code, remedy, within, patch)
     return sorted(found.values(), key=lambda one: one.line)
@@ -167,12 +128,15 @@ _Found = tuple[ast.expr | ast.stmt, str, str, str]
 class _Reader:
     """Reads a tree; knows the function that it is in.
 
-    ``names`` has what a name stands for, ``masks`` (function, name) of those that a
-    mask was assigned to.
+    ``names`` has what a name stands for. The others have (function, name): ``masks``
+    and ``tensors`` of those that one was assigned to, ``given`` of a forward's
+    parameters without annotation, which may be tensors.
     """
 
     names: dict[str, str] = field(default_factory=dict)
     masks: set[tuple[str, str]] = field(default_factory=set)
+    tensors: set[tuple[str, str]] = field(default_factory=set)
+    given: set[tuple[str, str]] = field(default_factory=set)
     aliases: set[str] = field(default_factory=set)
 
     def read(
@@ -186,6 +150,10 @@ class _Reader:
                 inner = (*path, child.name)
                 # A function by itself may be called by a forward.
                 traces = (traced and child.name != "__init__") or not path
+                for default in _defaults(child):
+                    if _names_cuda(default):
+                        yield default, *words.CUDA_NAME, ".".join(inner)
+                self._takes(child, ".".join(inner))
             within = ".".join(inner)
             if isinstance(child, ast.Assign):
                 self._assigned(child, within)
@@ -200,6 +168,9 @@ class _Reader:
             self.masks.discard((within, name))
             if self._is_mask(node.value, within):
                 self.masks.add((within, name))
+            is_tensor = self._is_tensor(node.value, within)
+            (self.tensors.add if is_tensor else self.tensors.discard)((within, name))
+            self.given.discard((within, name))
             full = self._full(node.value)
             if full.startswith("torch.ops."):
                 self.names[name] = full
@@ -208,6 +179,39 @@ class _Reader:
                 self.aliases.discard(name)
                 del self.names[name]
 
+    def _takes(self, node: ast.FunctionDef | ast.AsyncFunctionDef, within: str) -> None:
+        """Note which parameters are tensors, or may be."""
+        arguments = node.args
+        ordered = [*arguments.posonlyargs, *arguments.args]
+        for one in (*ordered, *arguments.kwonlyargs):
+            kind = ast.unparse(one.annotation) if one.annotation else ""
+            if re.fullmatch(r"(Optional\[)?(torch\.)?Tensor\]?( \| None)?", kind):
+                self.tensors.add((within, one.arg))
+        if node.name != "forward":
+            return
+        bare = [one.arg for one in ordered if one.annotation is None]
+        first = [one.arg for one in ordered if one.arg not in ("self", "ctx")][:1]
+        self.tensors |= {(within, name) for name in first if name in bare}
+        self.given |= {(within, name) for name in bare}
+
+    def _is_tensor(self, node: ast.expr, within: str) -> bool:
+        """Whether a value is surely a tensor."""
+        if isinstance(node, ast.Name):
+            return (within, node.id) in self.tensors
+        if isinstance(node, ast.Subscript):
+            return self._is_tensor(node.value, within)
+        if isinstance(node, ast.BinOp):
+            sides = (node.left, node.right)
+            return any(self._is_tensor(one, within) for one in sides)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        name = node.func.attr
+        if name in words.NO_TENSORS or name.startswith("is_"):
+            return False
+        full = self._full(node.func)
+        makes = re.fullmatch(r"torch(\.nn\.functional)?\.[a-z]\w*", full)
+        return makes is not None or self._is_tensor(node.func.value, within)
+
     def _of(
         self, node: ast.expr | ast.stmt, within: str, *, traced: bool
     ) -> Iterator[tuple[str, str]]:
@@ -215,16 +219,15 @@ class _Reader:
             yield from self._imported(node)
         elif isinstance(node, ast.Call):
             yield from self._called(node, traced=traced)
+            if traced:
+                yield from self._read(node, within)
         elif isinstance(node, ast.Attribute):
             if self._full(node).startswith("torch.cuda."):
-                yield _CUDA
+                yield words.CUDA
         elif isinstance(node, ast.Subscript) and traced:
             yield from self._indexed(node, within)
         elif traced and _asks(_test_of(node)):
-            yield (
-                "Python that depends on values",
-                "use torch.where, or hand the answer in as an argument",
-            )
+            yield words.BY_VALUES
 
     def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -235,56 +238,104 @@ class _Reader:
             )
             package = full.partition(".")[0]
             relative = isinstance(node, ast.ImportFrom) and node.level
-            if package in _KERNELS and not relative:
-                yield f"kernels of {package}", _KERNELS[package]
+            if package in words.KERNELS and not relative:
+                yield f"kernels of {package}", words.KERNELS[package]
             if full.startswith("torch.utils.cpp_extension"):
                 yield "an extension in C++ or CUDA", "write the kernel in Pallas"
             if f"{full}.".startswith("torch.distributed."):
-                yield _DISTRIBUTED
-            if module and f"{full}.".startswith("torch.cuda."):
-                yield _CUDA
+                yield words.DISTRIBUTED
+            if f"{full}.".startswith("torch.cuda."):
+                yield words.CUDA
 
     def _called(self, node: ast.Call, *, traced: bool) -> Iterator[tuple[str, str]]:
         full = self._full(node.func)
         name = full.rpartition(".")[2]
         method = isinstance(node.func, ast.Attribute)
-        words = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
         values = [k.value for k in node.keywords]
-        words += [v.value for v in values if isinstance(v, ast.Constant)]
+        texts += [v.value for v in values if isinstance(v, ast.Constant)]
         for text in (*node.args, *values):
             if isinstance(text, ast.JoinedStr) and text.values:
-                words.append(getattr(text.values[0], "value", ""))
+                texts.append(getattr(text.values[0], "value", ""))
         if method and name == "cuda":
             yield ".cuda()", "leave it out: tpuport places tensors"
-        elif any(isinstance(w, str) and w.split(":")[0] == "cuda" for w in words):
-            yield "a CUDA device by name", "take the device of an argument"
-        if ("cpp_extension" in full and name in _TO_BUILD) or full in _REGISTERED:
-            yield _OWN, "write the kernel in Pallas"
-        if re.match(r"torch\.ops\.(?!(aten|prims)(\.|$))", full):
-            yield _OWN, "write the kernel in Pallas, or patch the call"
+        elif any(isinstance(w, str) and w.split(":")[0] == "cuda" for w in texts):
+            yield words.CUDA_NAME
+        builds = "cpp_extension" in full and name in words.TO_BUILD
+        if builds or full in words.REGISTERED:
+            yield words.OWN, "write the kernel in Pallas"
+        own = re.match(r"torch\.ops\.(?!(aten|prims)(\.|$))", full)
+        if own or self._is_built(full):
+            yield words.OWN, "write the kernel in Pallas, or patch the call"
         if full.startswith("torch.distributed."):
-            yield _DISTRIBUTED
+            yield words.DISTRIBUTED
         if full.startswith("torch.cuda.") and not method:
-            yield _CUDA
+            yield words.CUDA
         if not traced:
             return
-        if full in ("bool", "float", "int") and any(map(_asks, node.args)):
-            yield "values as a number", "keep the tensor"
-        if method and name in _VALUES and not node.args:
+        if method and name in words.VALUES and not node.args:
             yield (
-                f"values as {_VALUES[name]}",
+                f"values as {words.VALUES[name]}",
                 "keep the tensor, or compute the value before forward",
             )
-        if name in _SHAPED_BY_VALUES and (method or full.startswith("torch.")):
-            yield "a shape that depends on values", f"use {_SHAPED_BY_VALUES[name]}"
+        if name in words.SHAPED_BY_VALUES and (method or full.startswith("torch.")):
+            remedy = f"use {words.SHAPED_BY_VALUES[name]}"
+            yield "a shape that depends on values", remedy
         if full == "torch.where" and len(node.args) == 1:
             yield "a shape that depends on values", "give torch.where three arguments"
         if name == "masked_scatter_" or (name == "index_put_" and method):
-            yield "a write by index, in place", "use torch.where or scatter"
+            yield words.BY_INDEX, "use torch.where or scatter"
+
+    def _is_built(self, full: str) -> bool:
+        """Whether a function is of an imported module that is built, by its name."""
+        parts = full.split(".")
+        known = any(f"{full}.".startswith(f"{one}.") for one in self.names.values())
+        built = any(map(words.BUILT.fullmatch, parts[:-1]))
+        return known and built and parts[0] not in words.OF_TORCH
+
+    def _read(self, node: ast.Call, within: str) -> Iterator[tuple[str, str]]:
+        """Calls that need values, and writes to views."""
+        full, arguments = self._full(node.func), node.args
+        values = any(_asks(a) or self._is_tensor(a, within) for a in arguments)
+        if full in ("bool", "float", "int") and values:
+            yield words.NUMBER
+        if full == "range" and values and not any(map(_as_number, arguments)):
+            yield words.BY_VALUES
+        if not isinstance(node.func, ast.Attribute):
+            return
+        name, on = node.func.attr, node.func.value
+        if name == "repeat_interleave":
+            function = full.startswith("torch.")
+            given = arguments[1:2] if function else arguments[:1]
+            given += [k.value for k in node.keywords if k.arg == "repeats"]
+            sized = any(k.arg == "output_size" for k in node.keywords)
+            if (function or not sized) and any(
+                self._may_be(one, within) for one in given
+            ):
+                yield "a shape that depends on values", "give the method output_size="
+        if re.fullmatch(r"[a-z]\w*[a-z0-9]_", name) and name not in words.NO_WRITES:
+            if viewed := _viewed(on):
+                yield viewed
+            elif _sliced(on) or (
+                isinstance(on, ast.Subscript) and self._is_tensor(on.value, within)
+            ):
+                yield words.ON_INDEXED
+
+    def _may_be(self, node: ast.expr, within: str) -> bool:
+        """Whether a value is a tensor, or a parameter that may be one."""
+        if self._is_tensor(node, within):
+            return True
+        given = isinstance(node, ast.Name) and (within, node.id) in self.given
+        return given and not words.COUNT.fullmatch(ast.unparse(node))
 
     def _indexed(self, node: ast.Subscript, within: str) -> Iterator[tuple[str, str]]:
-        if isinstance(node.value, ast.Name) and node.value.id in _TYPES:
+        if isinstance(node.value, ast.Name) and node.value.id in words.TYPES:
             return  # an annotation
+        if isinstance(node.ctx, ast.Store):
+            if viewed := _viewed(node.value):
+                yield viewed
+            elif _sliced(node):
+                yield words.BY_SLICES
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if not any(self._is_mask(part, within) for part in parts):
             return
@@ -304,12 +355,12 @@ class _Reader:
             sides = (node.left, node.right)
             return both and any(self._is_mask(one, within) for one in sides)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return node.func.attr in _MAKE_MASKS
+            return node.func.attr in words.MAKE_MASKS
         if isinstance(node, ast.Attribute):
-            return node.attr.lower().endswith(_MASKS)
+            return node.attr.lower().endswith(words.MASKS)
         if not isinstance(node, ast.Name):
             return False
-        named = any(word in node.id.lower() for word in _MASKS)
+        named = any(word in node.id.lower() for word in words.MASKS)
         return named or (within, node.id) in self.masks
 
     def _full(self, node: ast.AST) -> str:
@@ -330,6 +381,54 @@ def _is_module(node: ast.ClassDef) -> bool:
     return "forward" in methods or named or (processor and "__call__" in methods)
 
 
+def _defaults(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:
+    yield from node.args.defaults
+    yield from filter(None, node.args.kw_defaults)
+
+
+def _names_cuda(node: ast.expr) -> bool:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+def _as_number(node: ast.expr) -> bool:
+    """Whether values are made a number inside, which is told by itself."""
+    numbers = {"int", "float", "bool", "item", "tolist"}
+    calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
+    return any(ast.unparse(one).rpartition(".")[2] in numbers for one in calls)
+
+
+def _viewed(node: ast.expr) -> tuple[str, str] | None:
+    """The finding of a write to a view that a method made."""
+    methods, indexed = [], False
+    while True:
+        if isinstance(node, ast.Subscript):
+            node, indexed = node.value, True
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in words.VIEWS
+        ):
+            methods.append(node.func.attr)
+            node, indexed = node.func.value, False
+        else:
+            break
+    if not methods:
+        return None
+    return words.RESHAPED if indexed and {*methods} == {"view"} else words.BY_METHOD
+
+
+def _sliced(node: ast.expr) -> bool:
+    """Whether several dims are indexed, with slices among the indices."""
+    if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Tuple):
+        return False
+    return any(
+        isinstance(part, ast.Slice)
+        or (isinstance(part, ast.Constant) and part.value is ...)
+        for part in node.slice.elts
+    )
+
+
 def _test_of(node: ast.expr | ast.stmt) -> ast.expr | None:
     """What a node asks to go on by it."""
     if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
@@ -342,7 +441,7 @@ def _asks(test: ast.expr | None) -> bool:
     return test is not None and any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _REDUCTIONS
+        and node.func.attr in words.REDUCTIONS
         and ast.unparse(node.func.value) not in ("np", "numpy", "math")
         and not any(isinstance(a, ast.GeneratorExp) for a in node.args)
         for node in ast.walk(test)

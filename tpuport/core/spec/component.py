@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
-from tpuport.errors import PluginError
+from tpuport.errors import PluginError, did_you_mean
 
 if TYPE_CHECKING:
     from tpuport.core.tracing.forward_split import ForwardSplit
@@ -36,6 +37,21 @@ def import_named(path: str) -> Any:
             f"{path!r}, which a plugin names, cannot be imported: "
             f"{type(error).__name__}: {error}; fix or uninstall the plugin"
         ) from error
+
+
+class Declared:
+    """A data class that a plugin fills in: a field that it has not is told by name.
+
+    Raises:
+        PluginError: there is no such field; the nearest is named.
+    """
+
+    def __new__(cls, *_given: Any, **named: Any) -> Self:
+        known = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in named.keys() - {*known}:
+            hint = did_you_mean(name, known, f"the fields are {', '.join(known)}")
+            raise PluginError(f"{cls.__name__} has no field {name!r}; {hint}")
+        return super().__new__(cls)
 
 
 class Named(Generic[T]):

@@ -7,20 +7,25 @@ imports neither torch nor jax.
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Blocks, denoises
 from tpuport.core.mesh.mesh_spec import AXES
-from tpuport.core.spec.component import TORCHAX, Named, NativeForm, import_named
+from tpuport.core.spec.component import (
+    TORCHAX,
+    Declared,
+    Named,
+    NativeForm,
+    import_named,
+)
+from tpuport.core.spec.nearest_names import nearest
 from tpuport.core.weights.sharding import (
     DEFAULT_LAYOUT,
     GATHERED,
@@ -55,7 +60,7 @@ SPLITS = ("space",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Module:
+class Module(Declared):
     """What a plugin knows of one component of a pipeline. Every field is optional.
 
     Attributes:
@@ -133,55 +138,13 @@ class Module:
         rules = rules_of(table)
         for pattern, rule in zip(table, rules, strict=False):
             if not any(re.fullmatch(rule.pattern, one) for one in weights):
-                near = _nearest(pattern, weights)
+                near = nearest(pattern, weights)
                 hint = f"did you mean {near}? Else remove" if near else "remove"
                 raise ShardingError(
                     f"module {name}: layout pattern {pattern!r} matches no weight; "
                     f"{hint} it"
                 )
         return plan_sharding(rules, weights, mesh, component=name)
-
-
-def _nearest(pattern: str, weights: Iterable[str]) -> str:
-    """Up to three ends of weights' names that are most like a pattern, or none.
-
-    Names that differ in numbers alone, such as those of two blocks, count as one: the
-    name whose numbers are most like the pattern's.
-    """
-    most, best = 0.6, dict[str, str]()
-    for text in itertools.islice(_spelled(pattern), _TEXTS):
-        parts = text.count(".") + 1
-        ends: dict[str, dict[str, None]] = {}
-        for name in weights:
-            split = name.split(".")
-            for count in (parts, parts + 1):
-                end = ".".join(split[-count:])
-                if not end[:1].isdigit():
-                    ends.setdefault(_DIGITS.sub("", end), {})[end] = None
-        for alike, numbered in ends.items():
-            ratio = _alike(_DIGITS.sub("", text), alike)
-            if ratio > most:
-                most, best = ratio, {}
-            if ratio == most:
-                nearest = max(numbered, key=partial(_alike, text))
-                best.setdefault(alike, nearest)
-    return " or ".join([*best.values()][:3])
-
-
-def _alike(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
-
-
-def _spelled(pattern: str) -> Iterator[str]:
-    """The texts of a pattern's alternatives, without what repeats."""
-    group = re.search(r"\((?:\?:)?([^()]*)\)", pattern)
-    if group:
-        before, after = pattern[: group.start()], pattern[group.end() :]
-        for part in group[1].split("|"):
-            yield from _spelled(before + part + after)
-    else:
-        for text in pattern.split("|"):
-            yield re.sub(r"(?:\\.|\[[^]]*\]|\.)[*+]|[^\w.]", "", text)
 
 
 def rules_of(layout: Layout) -> tuple[ShardRule, ...]:
@@ -199,13 +162,8 @@ def rules_of(layout: Layout) -> tuple[ShardRule, ...]:
     return (*named, ShardRule(pattern=others, spec=(), optional=True))
 
 
-#: Texts of a pattern's alternatives that are compared with names.
-_TEXTS = 16
-_DIGITS = re.compile(r"\d+")
-
-
 @dataclass(frozen=True)
-class Published:
+class Published(Declared):
     """A published checkpoint.
 
     Attributes:
@@ -268,7 +226,7 @@ def _object(file: Path) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class ModelPlugin:
+class ModelPlugin(Declared):
     """Everything that a plugin hands over.
 
     Attributes:
@@ -327,6 +285,20 @@ class ModelPlugin:
                     )
         if not callable(self.suits):
             raise PluginError(f"plugin {self.name}: suits is no function")
+        self._check_suits()
+
+    def _check_suits(self) -> None:
+        try:
+            takes = inspect.signature(self.suits)
+        except ValueError:
+            return  # a built-in function, which does not say
+        try:
+            takes.bind("", {})
+        except TypeError:
+            raise PluginError(
+                f"plugin {self.name}: suits takes {takes}, and is called with a "
+                "pipeline's name and the config of its transformer"
+            ) from None
 
     @property
     def _claims(self) -> tuple[str, ...]:
@@ -339,6 +311,11 @@ class ModelPlugin:
     @property
     def pipelines(self) -> tuple[str, ...]:
         return tuple(claim.partition(":")[2] for claim in self._claims)
+
+    @property
+    def classes(self) -> list[Any]:
+        """The pipeline classes that are claimed, imported."""
+        return [import_named(claim) for claim in self._claims]
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -437,8 +414,7 @@ class ModelPlugin:
     def _components(self) -> dict[str, tuple[type, ...]]:
         """The classes of each component of the claimed pipelines."""
         found: dict[str, tuple[type, ...]] = {}
-        for claim in self._claims:
-            pipeline = import_named(claim)
+        for claim, pipeline in zip(self._claims, self.classes, strict=True):
             if not hasattr(pipeline, "_get_signature_types"):
                 raise PluginError(
                     f"plugin {self.name}: claims {claim!r}, which is no pipeline class"
