@@ -66,7 +66,8 @@ def check_read(settings: Settings, *, opened: bool = True) -> None:
         check_image(settings.image)
     if settings.video is not None:
         check_video(settings.video, opened=opened)
-    if settings.strength is not None and not (settings.image or settings.video):
+    given = settings.image or settings.video or {"image", "video"} & {*settings.options}
+    if settings.strength is not None and not given:
         raise UsageError(
             f"--strength {settings.strength:g}: is for a video to start from; add "
             "--video FILE, or leave the flag out"

@@ -27,7 +27,11 @@ _OWN = frozenset(
 )
 #: Variables that change what the compiler makes; and those of jax that do not.
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_PLACES = ("JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID")
+_PLACES = (
+    *("JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"),
+    *("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS", "JAX_DUMP_IR_TO"),
+    *("JAX_PARTITION_INDEX", "JAX_SLICE_INDEX"),
+)
 
 
 @contextlib.contextmanager

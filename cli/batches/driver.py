@@ -23,7 +23,7 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stores import AnyPath
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
-from tpuport.errors import ArtifactError, UsageError, WeightsError, in_one_line
+from tpuport.errors import StoreError, TpuportError, UsageError, in_one_line
 
 #: Replicas that a request may lose before it is given up.
 TRIES = 3
@@ -115,7 +115,9 @@ class Batch:
             try:
                 _check(request.settings)
                 self.folder.clear(request, overwrite=overwrite)
-            except (UsageError, ArtifactError, WeightsError, OSError) as error:
+            except StoreError:  # of the folder: every line would fail
+                raise
+            except (TpuportError, OSError) as error:
                 errors.append((request.line, request.key, one_line(error)))
                 continue
             unfinished |= set(map(self.folder.name_of, request.paths))

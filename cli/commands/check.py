@@ -24,6 +24,7 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Blocks
+from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import parse_topology
 from tpuport.core.plan.source_scan import (
@@ -40,6 +41,7 @@ from tpuport.core.weights.hub import local_folder
 from tpuport.errors import (
     MissingWeightsError,
     PluginError,
+    TpuportError,
     UsageError,
     did_you_mean,
     quoted,
@@ -105,7 +107,11 @@ def check_(
             told = len(lines)
 
         checked = check(name, settings, found, display, tell)
-        idle = _idle(name, settings, display)
+        idle: list[str] = []
+        try:
+            idle = _idle(name, settings, display)
+        except TpuportError as error:  # upstream's blocks of this model, say
+            display.say(f"which patches ran is not known: {one_line(error)}")
         remarks = [
             f"remark: the patch {one} never ran in {checked.pipeline}; remove it, if "
             "it is for no other pipeline or variant"

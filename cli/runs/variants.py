@@ -50,7 +50,8 @@ def check_model(settings: Settings, *, prompt: bool = True) -> None:
         if settings.backend != Backend.DIFFUSERS:
             plugin.check_forms({"vae": settings.vae})
         plugin.check_layout(settings.sharding)
-    takes = any(name.startswith("tokenizer") for name in index)
+    names = [name for name, kind in index.items() if kind != [None, None]]
+    takes = any(name.startswith("tokenizer") for name in names)
     if prompt and takes and not settings.prompt:
         raise UsageError(NO_PROMPT)
 

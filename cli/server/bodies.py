@@ -207,14 +207,17 @@ def _as_here(given: dict[str, Any], image: Any) -> tuple[dict[str, Any], Any]:
     options += [(name, {name: given.pop(name, None)}) for name in _OPTIONS]
     for name, found in options:
         if found := {key: one for key, one in found.items() if one is not None}:
-            _add(given.setdefault("extra", {}), found, name)
+            if given.get("extra") is None:
+                given["extra"] = {}
+            _add(given["extra"], found, name)
     sides = [given.pop(name, None) for name in ("width", "height")]
     if sides != [None, None]:
         if None in sides or given.get("size") is not None:
             raise Refused(400, "width and height: give both, and no size", "size")
         given["size"] = "x".join(map(str, sides))
     if isinstance(lora := given.get("lora"), dict | list):
-        given["lora"] = [_lora(one) for one in ([lora], lora)[isinstance(lora, list)]]
+        loras = lora if isinstance(lora, list) else [lora]
+        given["lora"] = [_lora(one) for one in loras]
     for name in (IMAGE, *_IMAGES):
         if (value := given.pop(name, None)) is None:
             continue

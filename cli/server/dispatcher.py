@@ -38,7 +38,7 @@ from tpuport.cli.server.work import (
 )
 from tpuport.cli.server.worker import Checks
 from tpuport.cli.shown.output import say
-from tpuport.core.files.atomic import one_line
+from tpuport.core.files.atomic import no_room, one_line
 from tpuport.errors import TpuportError
 
 #: Engines that a job may cost.
@@ -51,6 +51,14 @@ _WARM = "warm"
 #: at the end, a step included; and after which the loss of an idle engine is no fault
 #: of its start.
 _SWEEP, _PATIENCE, _LIVES = 5.0, 100.0, 60.0
+#: What SQLite says of a disk that may be written later.
+_FOR_NOW = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the disk cannot be written for now."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return no_room(error) or (code is not None and code & 0xFF in _FOR_NOW)
 
 
 class Dispatcher:
@@ -158,13 +166,16 @@ class Dispatcher:
                 self._unwritten[0]()
                 self._unwritten.popleft()
             for slot in self.slots:
-                self._give(slot)
+                if not self._unwritten:
+                    self._give(slot)
             if time.monotonic() > self._swept + _SWEEP:
                 self._swept = time.monotonic()
                 for name in self.jobs.expired():
                     self._forget(name)
                     self.jobs.delete(name)
         except (sqlite3.OperationalError, OSError) as error:
+            if not _is_full(error):
+                raise
             if not self.error:
                 self.error = one_line(error)
                 say(f"error: {self.error}; jobs wait until the disk can be written")
@@ -175,9 +186,12 @@ class Dispatcher:
         """Write to the file of jobs, now or once the disk can be written."""
         self._unwritten.append(functools.partial(write, *given, **how))
         if len(self._unwritten) == 1:
-            with contextlib.suppress(sqlite3.OperationalError):
+            try:
                 self._unwritten[0]()
                 self._unwritten.popleft()
+            except sqlite3.OperationalError as error:
+                if not _is_full(error):
+                    raise
 
     def _fail(self, why: str) -> None:
         self.status, self.error = FAILED, why
@@ -270,7 +284,9 @@ class Dispatcher:
     def _begin(self, slot: Slot, job: Job) -> None:
         try:
             own = self._requests_of(job)
-        except TpuportError as error:
+        except (TpuportError, OSError) as error:  # of its image, say
+            if _is_full(error):
+                raise
             self._end(job.id, error=one_line(error))
             return
         if own[0].alone or self._is_alone(job):

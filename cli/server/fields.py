@@ -390,6 +390,9 @@ def _check_option(name: str, value: Any) -> None:
         elif isinstance(one, int | float) and not abs(one) <= MOST_NUMBER:
             message = f"{where}: a number is not within {MOST_NUMBER:.0f} of 0"
             raise Refused(400, message, "extra")
+        elif one is not None and not isinstance(one, int | float):
+            message = f"{where}: {quoted(one)} is no text, number, list or object"
+            raise Refused(400, message, "extra")
 
 
 def _read(text: str, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import time
 from collections.abc import Callable
@@ -193,7 +194,9 @@ class Full:
 
     def execute(self, text: str, *values: Any) -> sqlite3.Cursor:
         if not text.startswith("SELECT"):
-            raise sqlite3.OperationalError("database or disk is full")
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
         return self._base.execute(text, *values)
 
     def close(self) -> None:
@@ -239,3 +242,23 @@ def test_an_engine_that_does_not_stop_is_told_of(
     assert "engine 1 has not stopped within 0 s; its jobs go on" in (
         capsys.readouterr().err
     )
+
+
+def test_a_job_that_cannot_be_read_ends_and_the_next_one_runs(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    real = server.made.files.requests
+
+    def requests(name: str, *given: Any) -> Any:
+        if name == "fox":
+            raise PermissionError(errno.EACCES, "Permission denied", "image.png")
+        return real(name, *given)
+
+    server.warm()
+    server.add("fox")
+    server.add("hen")
+    monkeypatch.setattr(server.made.files, "requests", requests)
+    server.made.wake()
+    server.runs("hen")
+    assert server.status("fox") == FAILED

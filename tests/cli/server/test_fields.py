@@ -64,6 +64,8 @@ def asked(*, shapes: Sequence[Shape] = SHAPES, **given: Any) -> Wanted:
         ({"extra": {"a": {"b": ["/etc/passwd"]}}}, "extra", "may name a file"),
         ({"extra": {"a": "pyproject.toml"}}, "extra", "may name a file"),
         ({"extra": 3}, "extra", ""),
+        ({"extra": {"a": "!!pairs [b: 1e308]"}}, "extra", "is no text, number"),
+        ({"extra": {"a": "!!set {b}"}}, "extra", "is no text, number"),
         ({"guidance_scale": 1e308}, "guidance_scale", "more than 1000"),
         ({"guidance_scale": -1e308}, "guidance_scale", "less than -1000"),
         ({"flow_shift": 1e308}, "flow_shift", "more than 1000"),

@@ -198,3 +198,30 @@ def test_a_store_serves_where_the_hub_does_not_answer(shared: Hub) -> None:
         shared.fetched("second", "vae/w.safetensors")
     # What this machine has already needs neither.
     assert shared.fetched("first", "a.json") == {"a.json": b"12"}
+
+
+def test_a_store_notes_a_commit_once_it_has_the_files(shared: Hub) -> None:
+    both = tuple(shared.files)
+    shared.fetched("first", *both)
+    shared.commit = "2" * 40
+    for machine, names, noted in (("a", both[:1], "1"), ("b", both, "2")):
+        shared.there = True
+        shared.fetched(machine, *names)
+        shared.there = False
+        assert shared.fetched(f"later than {machine}", *both) == shared.files
+        assert f"taking commit {noted * 8}" in shared.said[-1]
+
+
+def test_a_hub_that_refuses_is_not_gone_around(
+    shared: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class GatedError(ConnectionError):
+        response = SimpleNamespace(status_code=403)
+
+    def refuse(repo_id: str, **how: Any) -> None:
+        raise GatedError("ask for access")
+
+    shared.fetched("first", "a.json")
+    monkeypatch.setattr(shared, "repo_info", refuse)
+    with pytest.raises(HubError, match=r"could not be fetched \(GatedError"):
+        shared.fetched("second", "a.json")

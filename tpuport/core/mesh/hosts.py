@@ -165,11 +165,12 @@ class Hosts:
         self.scratch: Path | None = None
         self._lines: dict[int, _Line] = {}
         self._known, self._over = threading.Event(), threading.Event()
+        self._ending = threading.Lock()
         if at is not None and at.count > 1:
             until = time.monotonic() + wait
             try:
                 if self.first:
-                    self._listen(until, wait)
+                    self._listen(until)
                 else:
                     self._connect(until, wait)
                 for line in self._lines.values():
@@ -199,7 +200,7 @@ class Hosts:
 
     # The start.
 
-    def _listen(self, until: float, wait: float) -> None:
+    def _listen(self, until: float) -> None:
         host, port = self.at.coordinator
         try:
             server = socket.create_server(("", port), backlog=self.at.count)
@@ -208,7 +209,7 @@ class Hosts:
                 f"--coordinator {host}:{port}: process 0 cannot listen there: "
                 f"{error.strerror}; name a free port"
             ) from error
-        why = ""
+        why, began = "", time.monotonic()
         with server:
             while len(self._lines) < self.at.count - 1:
                 server.settimeout(max(until - time.monotonic(), 0.01))
@@ -224,7 +225,8 @@ class Hosts:
                     missing = (n for n in range(self.at.count) if n not in self.names)
                     which = ", ".join(f"process {n}" for n in missing)
                     self._refuse(
-                        f"{which} of {self.at.count} did not come within {wait:.0f} s "
+                        f"{which} of {self.at.count} did not come within "
+                        f"{time.monotonic() - began:.0f} s "
                         f"(TPUPORT_HOSTS_WAIT); {self._remedy}"
                     )
         if why:
@@ -307,7 +309,7 @@ class Hosts:
         for number, line in sorted(self._lines.items()):
             theirs = self._next(line)[0]["values"]
             for name in sorted(values.keys() | theirs.keys()):
-                ours, other = values.get(name), theirs.get(name)
+                ours, other = (one.get(name, "not set") for one in (values, theirs))
                 if ours != other:
                     self._refuse(
                         f"{self.who(number)}: {name} is {other}, and {ours} on "
@@ -387,6 +389,7 @@ class Hosts:
             self._end()
 
     def _end(self) -> None:
+        self._ending.acquire()  # one thread says why, and others wait for the end
         line = in_one_line(f"error: {self.lost}") + "\n"
         # Process 0 may be in the middle of a line.
         os.write(2, (f"\n{line}" if self.first else line).encode())
@@ -397,7 +400,10 @@ class Hosts:
     def aborted(self) -> None:
         """Say why a library aborts this process; returns only if nobody knows."""
         if self._known.wait(_TOLD):
-            self._end()
+            if not self._over.wait(PATIENCE):
+                self._end()
+            time.sleep(PATIENCE)  # the main thread says why, and ends the process
+            os._exit(1)
 
     def _tell(self, why: str) -> None:
         for line in self._lines.values():

@@ -94,6 +94,7 @@ class Journal:
         self.between = Between()
         self._inside = False
         self._noticed: set[str] = set()
+        self._store_failed = False
 
     def notice(self, text: str) -> None:
         """Tell something once."""
@@ -104,8 +105,9 @@ class Journal:
     def compiled(self, report: CompileReport) -> None:
         """Tell of a program, and once of what could not be kept."""
         self.reporter.compiled(report)
-        if report.remark:
-            self.notice(f"{report.remark}. Programs are compiled, and not kept there")
+        if report.remark and not self._store_failed:
+            self._store_failed = True
+            self.reporter.say(f"{report.remark}. What the store refuses is compiled")
 
     def step(self, scheduler: Any, run: Callable[[], Any]) -> Any:
         """The result of a scheduler's step, which ``run`` makes."""

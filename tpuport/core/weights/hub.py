@@ -1,8 +1,8 @@
 """What names weights: a folder, or what is fetched from the hub or from a store.
 
 A store may keep what came from the hub: ``hub/OWNER--NAME/COMMIT/`` has the files, each
-there whole or not at all, and ``hub/OWNER--NAME/main.json`` the newest commit that a
-machine has seen, with the bytes of all its files.
+there whole or not at all, and ``hub/OWNER--NAME/main.json`` the newest commit that the
+store has, with the bytes of all its files.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import fnmatch
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stores import StorePath, fetched, place
-from tpuport.core.files.typed import read_json
+from tpuport.core.files.typed import checked, read_json
 from tpuport.core.mesh.hosts import here
 from tpuport.core.reports import Reporter
 from tpuport.errors import (
@@ -32,6 +32,8 @@ from tpuport.errors import (
 
 #: Of a store: what came from the hub.
 HUB = "hub"
+#: Answers of a hub that does not give what it has, or has it no more.
+_REFUSED = (401, 403, 404)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,38 @@ def _by_store(
         with reporter.timed(f"putting {repo_id} into {store}"):
             for name in missing:
                 (folder / name).put(local / name)
+        _note(repo_id, store, commit, {*there, *missing})
     return local
+
+
+def _note(repo_id: str, store: StorePath, commit: _Commit, there: Set[str]) -> None:
+    """Note a commit, once the store has as much of the commit as of the one before.
+
+    Args:
+        there: the files that the store has.
+    """
+    before = _noted(repo_id, store)
+    if before is not None:
+        if before.name == commit.name:
+            return
+        old = (_folder(repo_id, store) / before.name).files()
+        if not {*old} & {*commit.sizes} <= there:
+            return
+    _notes(repo_id, store).write_bytes(json.dumps(asdict(commit)).encode())
+
+
+def _noted(repo_id: str, store: StorePath) -> _Commit | None:
+    """The commit that was noted last."""
+    notes = _notes(repo_id, store)
+    try:
+        read = json.loads(notes.read_bytes())
+    except FileNotFoundError:
+        return None
+    return checked(_Commit, read, notes, "remove the file")
+
+
+def _notes(repo_id: str, store: StorePath) -> StorePath:
+    return _folder(repo_id, store) / "main.json"
 
 
 def _folder(repo_id: str, store: StorePath) -> StorePath:
@@ -174,25 +207,19 @@ def _commit(repo_id: str, store: StorePath, reporter: Reporter) -> _Commit | Non
     that asked last, or ``None`` if none did."""
     asked = repo_id, store
     if asked not in _commits:
-        notes = _folder(repo_id, store) / "main.json"
-        try:
-            before = notes.read_bytes()
-        except FileNotFoundError:
-            before = b""
         found: _Commit | None
         try:
             found = _asked(repo_id)
         except Exception as error:
-            found = _Commit(**json.loads(before)) if before else None
+            answer = getattr(error, "response", None)
+            if answer is not None and answer.status_code in _REFUSED:
+                raise
+            found = _noted(repo_id, store)
             if found is not None:
                 reporter.say(
                     f"the hub does not give {repo_id} ({type(error).__name__}): taking "
                     f"commit {found.name[:8]}, which {store} has"
                 )
-        else:
-            now = json.dumps(asdict(found)).encode()
-            if now != before and here().first:
-                notes.write_bytes(now)
         _commits[asked] = found
     return _commits[asked]
 
