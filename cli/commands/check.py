@@ -203,6 +203,7 @@ def _idle(name: str, settings: Settings, display: Display) -> list[str]:
     from tpuport.core.drive.rehearsal import without_weights
 
     folder = Subject.find(name, settings, Reporter()).made(settings, Reporter())
+    given = arguments(folder, settings)
     placed = targets.place_for_port(MeshSpec())
     with display.timed("looking at the patches"), upstreams_errors(folder.class_name):
         for blocks in every:
@@ -211,7 +212,7 @@ def _idle(name: str, settings: Settings, display: Display) -> list[str]:
             pipeline = without_weights(folder, torch.float32)
             pipeline.set_progress_bar_config(disable=True)
             left = [*idle.values()]
-            names = never_run(pipeline, target, arguments(folder), left)
+            names = never_run(pipeline, target, given, left)
             idle = {one: idle[one] for one in names}
             if not idle:
                 break
