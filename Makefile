@@ -34,8 +34,11 @@ lint: $(installed)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 
+# As installed, where cli/ is tpuport.cli: mypy finds imports by folders alone.
 types: $(installed)
-	$(bin)/mypy
+	rm -rf build/types && mkdir -p build/types/tpuport
+	ln -s $(CURDIR)/tpuport/* $(CURDIR)/cli build/types/tpuport && ln -s $(CURDIR)/training build/types
+	cd build/types && $(abspath $(bin))/mypy --config-file $(CURDIR)/pyproject.toml tpuport training
 
 # Installed again only when the list of dependencies changes. pip runs from outside the
 # environment, so that a system Python without ensurepip will do.

@@ -181,8 +181,11 @@ def _engines(
 
     with contextlib.ExitStack() as stack:
         with Display(signals.check) as display:
-            given: Any = (cluster.address, cluster.count, cluster.where, folder)
-            found = ray_engines(*given, display, debug=debug)
+            found = ray_engines(
+                *(cluster.address, cluster.count, cluster.where),
+                *(folder, display),
+                debug=debug,
+            )
             engines = stack.enter_context(found)
         yield engines
 

@@ -309,7 +309,7 @@ def _size(folder: PipelineFolder) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def made_up(folder: PipelineFolder, settings: Settings) -> Iterator[dict[str, str]]:
+def made_up(folder: PipelineFolder, settings: Settings) -> Iterator[dict[str, Any]]:
     """The image and the video that a call needs and no option names: their files."""
     takes, media, optional = folder.parameters, [], []
     for kind in ("image", "video"):

@@ -145,8 +145,8 @@ def ray_engines(
         ):
             _check_shared(ray, Path(file.name), where.resource)
         yield [
-            functools.partial(RayEngine, ray, f"engine {n}", *one.places, debug=debug)
-            for n, one in enumerate(found, 1)
+            functools.partial(RayEngine, ray, f"engine {n}", place, debug=debug)
+            for n, (place,) in enumerate((one.places for one in found), 1)
         ]
 
 

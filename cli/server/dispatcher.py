@@ -534,13 +534,13 @@ class Dispatcher:
             slot.stop()
         while any(slot.work for slot in self.slots) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
-                slot, message = self._inbox.get(timeout=0.1)
-                if slot is None:
+                whose, message = self._inbox.get(timeout=0.1)
+                if whose is None:
                     continue
                 if isinstance(message, Ended) and not message.stopped:
-                    self._ended(slot, message)  # the last step was the last of the job
+                    self._ended(whose, message)  # the last step was that of the job
                 elif isinstance(message, Ended | Gone):
-                    slot.work = None
+                    whose.work = None
         for slot in self.slots:
             if slot.work and slot.work.jobs:
                 say(
