@@ -40,7 +40,7 @@ from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
-from tpuport.plugins import find_plugin, folder_of, plugin_for, plugin_of_folder
+from tpuport.plugins import find_plugin, folder_of, plugin_for
 
 #: What a small pipeline is asked for. A share of two steps could be none.
 _SMALL = {"num_inference_steps": 2, "strength": 1.0}
@@ -193,17 +193,13 @@ def check(
     reporter: Reporter,
     tell: Callable[[Checked], None],
 ) -> Checked:
-    """Check a plugin, or a folder: of a pipeline, or of a plugin's package.
+    """Check a plugin, or a pipeline's folder.
 
     Args:
         topology: of the plan; ``None`` for none.
         tell: called each time that more is known.
     """
-    place = Path(name).expanduser()
     plugin = find_plugin(name)
-    if plugin is None and (place / "pyproject.toml").is_file():
-        with plugin_of_folder(place) as plugin:
-            return check(plugin.model.name, settings, topology, reporter, tell)
     subject = Subject.find(name, settings, reporter)
     folder = subject.made(settings, reporter)
     found = Checked(pipeline=folder.class_name, weights=folder.folder)
