@@ -139,6 +139,8 @@ def test_a_job_that_the_server_may_have_is_told_of(
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell has its background processes ignore Ctrl-C, and so their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     until(lambda: len(fake.asked) > 1)
     process.send_signal(signal.SIGINT)
