@@ -104,6 +104,8 @@ def frames(video: str) -> str:
         # No plugin; the default run has this pipeline in the test of a kill.
         pytest.param("LTXPipeline", 2, marks=pytest.mark.sweep),
         pytest.param("CogVideoXPipeline", 4, marks=pytest.mark.sweep),
+        pytest.param("HunyuanVideo15Pipeline", 4, marks=pytest.mark.sweep),
+        pytest.param("LTXPipeline", 4, marks=pytest.mark.sweep),
     ],
 )
 def test_any_number_of_processes_makes_the_same_bytes(
