@@ -270,6 +270,7 @@ def test_ctrl_c_deletes_the_job_and_another_signal_leaves_it(
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     until(lambda: [path for _, path, _ in fake.asked if "/video_" in path])
     process.send_signal(signum)
