@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers
 import numpy as np
@@ -225,6 +225,10 @@ def test_a_replay_knows_an_empty_negative_prompt_from_none(
         again = replayed._recorded(Path("x.gif.json"), recorded, Settings())
         assert again.prompt == ("a",)
         assert again.negative_prompt == ("" if given else None)
+    # A sidecar from before may have an empty prompt.
+    old = {**recorded, "request": {**recorded["request"], "prompts": [""]}}
+    again = replayed._recorded(Path("x.gif.json"), cast("Any", old), Settings())
+    assert again.prompt == ("",)
 
 
 def test_programs_that_were_compiled_ahead_run(
