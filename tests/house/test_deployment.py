@@ -21,7 +21,8 @@ from tpuport.cli.batches.cluster import hosts_of
 from tpuport.core.mesh.slices import parse_topology
 
 ROOT = Path(__file__).parents[2]
-GKE = sorted((ROOT / "examples/gke").glob("*.yaml"))
+GKE = ROOT / "examples/gke"
+SERVE, GENERATE = GKE / "serve.yaml", GKE / "generate.yaml"
 #: The releases of Kubernetes that GKE offers, and one to come.
 RELEASES = ("1.31", "1.33", "1.35")
 
@@ -34,17 +35,14 @@ def instructions() -> list[tuple[str, str]]:
     return [(word, " ".join(rest.split())) for word, _, rest in found]
 
 
-def documents() -> list[dict[str, Any]]:
-    return [one for file in GKE for one in yaml.safe_load_all(file.read_text())]
+def one_of(kind: str, file: Path = SERVE) -> dict[str, Any]:
+    there = yaml.safe_load_all(file.read_text())
+    (found,) = (one for one in there if one["kind"] == kind)
+    return dict(found)
 
 
-def one_of(kind: str) -> dict[str, Any]:
-    (found,) = (one for one in documents() if one["kind"] == kind)
-    return found
-
-
-def pod() -> dict[str, Any]:
-    return dict(one_of("Deployment")["spec"]["template"]["spec"])
+def pod(kind: str = "Deployment", file: Path = SERVE) -> dict[str, Any]:
+    return dict(one_of(kind, file)["spec"]["template"]["spec"])
 
 
 def test_the_dockerfile_copies_all_that_the_package_is_built_from(
@@ -118,25 +116,46 @@ def check_starts(args: list[str]) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_example_is_valid_for_kubernetes(release: str) -> None:
-    for one in documents():
-        kubernetes_validate.validate(one, release, strict=True)
+def test_the_examples_are_valid_for_kubernetes(release: str) -> None:
+    for file in GKE.glob("*.yaml"):
+        for one in yaml.safe_load_all(file.read_text()):
+            kubernetes_validate.validate(one, release, strict=True)
     wrong = one_of("Deployment")
     wrong["spec"]["template"]["spec"]["container"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, release, strict=True)
 
 
-def test_the_example_asks_for_one_slice_with_all_its_chips() -> None:
-    selector = pod()["nodeSelector"]
+@pytest.mark.parametrize(
+    ("file", "kind", "hosts"), [(SERVE, "Deployment", 1), (GENERATE, "Job", 4)]
+)
+def test_an_example_asks_for_one_slice_with_all_its_chips(
+    file: Path, kind: str, hosts: int
+) -> None:
+    found = pod(kind, file)
+    selector = found["nodeSelector"]
     assert selector["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"
     y, x = map(int, selector["cloud.google.com/gke-tpu-topology"].split("x"))
-    (container,) = pod()["containers"]
+    (container,) = found["containers"]
     for asked in container["resources"].values():
-        assert int(asked["google.com/tpu"]) == y * x
+        assert int(asked["google.com/tpu"]) * hosts == y * x
     topology = parse_topology(f"v6e-{y * x}")
     assert topology.dims == (y, x)
-    assert hosts_of(topology) == 1
+    assert hosts_of(topology) == hosts
+
+
+def test_the_hosts_of_a_slice_find_each_other() -> None:
+    """GKE tells pods of each other that a headless service names."""
+    job, service = one_of("Job", GENERATE), one_of("Service", GENERATE)
+    spec, name = job["spec"], job["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed"
+    assert (spec["completions"], spec["parallelism"]) == (4, 4)
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod("Job", GENERATE)["subdomain"] == service["metadata"]["name"]
+    (container,) = pod("Job", GENERATE)["containers"]
+    ran = call(*container["args"])
+    assert (ran.code, "--distributed: this is no Cloud TPU" in ran.last) == (2, True)
 
 
 def test_the_parts_of_the_example_name_each_other() -> None:

@@ -207,7 +207,7 @@ class Hosts:
         except OSError as error:
             raise UsageError(
                 f"--coordinator {host}:{port}: process 0 cannot listen there: "
-                f"{error.strerror}; name a free port"
+                f"{error.strerror}; name a free port, and give --process-id 0 once"
             ) from error
         why, began = "", time.monotonic()
         with server:
