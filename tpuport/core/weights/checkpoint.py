@@ -174,10 +174,12 @@ class Checkpoint:
 
     def _keys(self, path: Path) -> list[str]:
         """The names of the tensors in a file; its header alone is read."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
+
+        from tpuport.core.weights.file_parts import opened
 
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
+            with opened(path, framework="pt", device="cpu") as file:
                 return list(file.keys())
         except (SafetensorError, OSError) as error:
             raise damaged(
