@@ -44,7 +44,7 @@ class BatchFolder:
 
     Args:
         path: for the videos.
-        local: for unfinished runs, if the path is in a store.
+        local: for runs under way, if the path is in a store.
     """
 
     def __init__(self, path: AnyPath, local: Path | None = None) -> None:
@@ -116,10 +116,18 @@ class BatchFolder:
                 )
 
     def _sweep(self) -> None:
-        """Remove the run directories of packs that nobody goes on with."""
+        """Remove the run directories that nobody goes on with: those of packs, and in a
+        store those of finished requests."""
         for path in (self._local / RUNS).glob("+*"):
             if holder(path) is None:
                 shutil.rmtree(path, ignore_errors=True)
+        if isinstance(self.path, StorePath):
+            lines = self._lines[self.results].splitlines()
+            done = {json.loads(line)["key"] for line in lines}
+            for name in (self.path / RUNS).files():
+                key = name.partition("/")[0]
+                if key.startswith("+") or key in done:
+                    (self.path / RUNS / name).remove()
 
     def run_dir(self, request: Request) -> Path:
         """The run directory of a request; on a disk that all replicas see."""

@@ -248,7 +248,7 @@ def test_one_process_says_which_errors_may_pass(tmp_path: Path) -> None:
     raised: list[Exception] = [MemoryError(), UsageError("a seed is missing")]
 
     class Engine:
-        def make_pack(self, requests: Any, folder: Path) -> None:
+        def make_pack(self, requests: Any, folder: Path, kept_in: Any) -> None:
             raise raised.pop(0)
 
     replica = ThisProcess(cast("Any", Engine()), Told(Display(lambda: None)))
