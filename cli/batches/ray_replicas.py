@@ -225,13 +225,11 @@ class RayReplicas:
     def begin(self, replica: int, pack: Pack) -> None:
         """Send requests to all actors of a replica."""
         self._idle.remove(replica)
-        given = [(one.settings, one.digest) for one in pack]
+        requests = [(one.settings, one.digest) for one in pack]
+        given = requests, run_dir(pack), kept_in(pack)
         call = _Call(replica, pack)
         for host, actor in enumerate(self._actors[replica]):
-            self._calls[actor.make.remote(given, run_dir(pack), kept_in(pack))] = (
-                call,
-                host,
-            )
+            self._calls[actor.make.remote(*given)] = call, host
 
     def wait(self) -> list[Ended]:
         """What ended within half a second.

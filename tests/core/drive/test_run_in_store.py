@@ -1,4 +1,4 @@
-"""The copy of a run's folder in a store: always a whole checkpoint, the furthest wins."""
+"""The copy of a run in a store: always a whole checkpoint, and the furthest wins."""
 
 from __future__ import annotations
 

@@ -173,10 +173,15 @@ class StorePath:
         """The content, to be read as that of a file."""
         return io.BytesIO(self.read_bytes())
 
-    def write_bytes(self, data: bytes) -> None:
-        """Put an object in place of what is there."""
+    def write_bytes(self, data: bytes, *, replace: bool = True) -> None:
+        """Put an object in place of what is there.
+
+        Raises:
+            FileExistsError: the object is there, and may not be replaced.
+        """
         with self._store("written") as store:
-            store.pipe_file(self.key, data)
+            mode = "overwrite" if replace else "create"
+            store.pipe_file(self.key, data, mode=mode)
 
     def put(self, file: Path, *, replace: bool = True) -> None:
         """Put a file.
