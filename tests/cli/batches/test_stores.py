@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import s3fs
 
 from tests.cli.batches.test_local import FLAGS, alone, write
 from tests.cli.tools import Cli
+from tpuport.cli.batches.lease import leased
 from tpuport.core.files.stores import StorePath
 
 OUT = StorePath("s3", "bucket/videos")
@@ -94,6 +96,21 @@ def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
     cli.refused("there is no cluster", *dead)
     assert not StorePath("s3", "bucket/new").files()
     assert not list((cache / "batches").rglob("*"))
+    # Requests of a store, and of the standard input.
+    StorePath("s3", "bucket/lists/p.jsonl").write_bytes(json.dumps(lines[0]).encode())
+    there = cli(*asked[:1], "s3://bucket/lists/p.jsonl", *asked[2:])
+    assert (there.json["done"], there.json["made"]) == (1, 0), there.err
+    given = io.TextIOWrapper(io.BytesIO(json.dumps(lines[0]).encode() + b"\n\xff"))
+    monkeypatch.setattr("sys.stdin", given)
+    piped = cli(*asked[:1], "-", *asked[2:])
+    assert (piped.json["done"], piped.json["failed"]) == (1, 1), piped.err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    cli.refused("the standard input has no requests", "batch", "-", *asked[2:])
+    none = "file of requests s3://bucket/none.jsonl does not exist"
+    cli.refused(none, "batch", "s3://bucket/none.jsonl", *asked[2:])
+    # Another driver.
+    with leased(OUT):
+        cli.refused("is at work in this folder (last sign", *asked, code=1)
     # Bad lines alone are noted, and the same command goes on.
     write({"prompt": "a fox", "size": "20x20", "id": "odd", "steps": "many"})
     for _ in range(2):
