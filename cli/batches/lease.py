@@ -67,14 +67,18 @@ class Lease:
         self._folder, self._file = folder, folder / LOCK_FILE
         self._own = _Held()
         self._lost: _Held | None = None
-        self._over = threading.Event()
+        self._seen = time.monotonic()
+        self._over, self._lock = threading.Event(), threading.Lock()
 
     def check(self) -> None:
         """End where another driver has taken the folder over.
 
         Raises:
             AtWorkError: this process gave no sign of life for too long.
+            StoreError: the same, and the store does not answer now.
         """
+        if time.monotonic() > self._seen + EXPIRES / 2:
+            self._renew()
         if self._lost is not None:
             raise AtWorkError(
                 f"{self._folder}: {self._lost.who} has taken over this folder, because "
@@ -89,10 +93,12 @@ class Lease:
             AtWorkError: another driver has it.
             StoreError: the store does not answer.
         """
-        with contextlib.suppress(FileExistsError):
-            self._file.write_bytes(self._own.data(), replace=False)
-            return
-        other = self._read()
+        other = self._read()  # some stores replace an object whatever they are told
+        if other is None:
+            with contextlib.suppress(FileExistsError):
+                self._file.write_bytes(self._own.data(), replace=False)
+                return
+            other = self._read()
         if other is not None and not other.dead:
             silent = max(0.0, time.time() - other.seen)
             # Clocks differ: what is renewed meanwhile is alive.
@@ -128,18 +134,24 @@ class Lease:
         return None
 
     def _renew(self) -> None:
-        while not self._over.wait(RENEW):
-            with contextlib.suppress(StoreError):  # it may answer the next time
-                now = self._read()
-                if now is not None and now.token != self._own.token:
-                    self._lost = now
-                    return
+        """Give a sign of life, unless the hold is lost."""
+        with self._lock:
+            now = self._read()
+            if now is not None and now.token != self._own.token:
+                self._lost = now
+            else:
                 self._file.write_bytes(replace(self._own, seen=time.time()).data())
+                self._seen = time.monotonic()
+
+    def _go_on(self) -> None:
+        while self._lost is None and not self._over.wait(RENEW):
+            with contextlib.suppress(StoreError):  # it may answer the next time
+                self._renew()
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
         """Give signs of life while the block lasts; then let others have the folder."""
-        thread = threading.Thread(target=self._renew, name="tpuport-lease", daemon=True)
+        thread = threading.Thread(target=self._go_on, name="tpuport-lease", daemon=True)
         thread.start()
         try:
             yield

@@ -92,7 +92,8 @@ def test_a_driver_of_another_host_holds_the_folder_for_a_while(
     sleep = time.sleep
 
     def renewed(seconds: float) -> None:
-        held_by(seen=time.time() - 99)
+        if seconds == 1.5 * lease.RENEW:
+            held_by(seen=time.time() - 99)
         sleep(seconds)
 
     monkeypatch.setattr(lease.time, "sleep", renewed)
@@ -125,3 +126,29 @@ def test_a_driver_that_stood_still_ends_and_leaves_the_hold_of_the_other() -> No
         with pytest.raises(AtWorkError, match="7 on far has taken over this folder"):
             mine.check()
     assert json.loads(LOCK.read_bytes())["name"] == "far"
+
+
+def test_a_driver_that_goes_on_before_its_next_sign_of_life_is_stopped_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lease, "RENEW", 0.5)
+    with leased(FOLDER) as mine:
+        held_by()
+        mine.check()
+        mine._seen -= 31
+        with pytest.raises(AtWorkError, match="has taken over"):
+            mine.check()
+
+
+def test_a_store_that_replaces_whatever_it_is_told_shows_the_other_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = StorePath.write_bytes
+
+    def replaces(self: StorePath, data: bytes, **how: Any) -> None:
+        write(self, data)
+
+    monkeypatch.setattr(StorePath, "write_bytes", replaces)
+    held_by()
+    with pytest.raises(AtWorkError, match="7 on far is at work"):
+        lease.Lease(FOLDER).take()
