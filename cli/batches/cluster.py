@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ LOCAL = "local"
 LONG = 60.0
 #: Seconds in which a cluster answers at all.
 _ANSWERS = 5.0
+#: Seconds in which another process imports Ray and hears from a cluster.
+_KNOWN = 30.0
 #: Chips of the largest machine by the number of axes of the interconnect, and of each
 #: host of a larger slice.
 _CHIPS, _CHIPS_OF_SEVERAL = {2: 8, 3: 4}, 4
@@ -187,7 +190,9 @@ def _connected(
     except ImportError as error:
         raise UsageError("--ray needs Ray: pip install 'tpuport[ray]'") from error
     given: dict[str, Any] = {"address": address}
-    _check_listens(address)
+    named = "//" not in address and address.rpartition(":")[2].isdecimal()
+    if named:
+        _check_listens(address)
     if address == LOCAL:
         given |= {"num_cpus": cpus, "object_store_memory": _STORE}
         given |= {"include_dashboard": False}
@@ -200,6 +205,8 @@ def _connected(
     with mock.patch("ray._private.worker.print_to_stdstream", told):
         try:
             with display.timed(f"joining Ray at {address}"):
+                if named:
+                    _check_answers(address)
                 ray.init(
                     logging_level=logging.DEBUG if debug else logging.CRITICAL,
                     log_to_driver=debug,
@@ -217,12 +224,31 @@ def _connected(
 def _check_listens(address: str) -> None:
     """Refuse an address where nobody listens, which Ray tries for minutes."""
     host, _, port = address.rpartition(":")
-    if not port.isdecimal() or "//" in address:
-        return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
     except (OSError, OverflowError) as error:
         raise _no_cluster(address, error) from error
+
+
+def _check_answers(address: str) -> None:
+    """Refuse an address where something else than Ray listens.
+
+    Another process asks: Ray tries for two minutes, and its C++ code writes a line to
+    the terminal every few seconds.
+    """
+    command = (sys.executable, "-m", "ray.scripts.scripts", "health-check")
+    more = ("--skip-version-check", "--address", address)
+    try:
+        asked = subprocess.run(
+            (*command, *more), capture_output=True, timeout=_KNOWN, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        why = f"what listens there does not answer as Ray within {_KNOWN:.0f} s"
+        raise _no_cluster(address, TimeoutError(why)) from error
+    if asked.returncode:
+        said = asked.stderr.decode(errors="replace").strip().splitlines()
+        why = said[-1] if said else "it is not healthy"
+        raise _no_cluster(address, ConnectionError(why))
 
 
 def _no_cluster(address: str, error: Exception) -> UsageError:

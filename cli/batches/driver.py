@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tpuport.cli.asked.first import check_read
@@ -62,17 +61,20 @@ class Batch:
     _split: set[str] = field(default_factory=set)
 
     @classmethod
-    def read(cls, file: Path, folder: BatchFolder, below: Settings) -> Batch:
-        """The requests of a file, without what is done; bad lines are noted.
+    def read(cls, text: str, name: str, folder: BatchFolder, below: Settings) -> Batch:
+        """The requests of a text, without what is done; bad lines are noted.
+
+        Args:
+            name: of the text, for messages.
 
         Raises:
-            UsageError: the file cannot be read, or has no request.
+            UsageError: it has no request.
         """
         batch = cls(folder=folder)
         errors: list[tuple[int, str | None, str]] = []
         by_key: dict[str, Request] = {}
         owner: dict[AnyPath, int] = {folder.path / RUNS: 0}
-        for one in read_requests(file, folder.path, below):
+        for one in read_requests(text, folder.path, below):
             if not isinstance(one, Request):
                 errors.append((one[0], None, one[1]))
                 continue
@@ -90,7 +92,7 @@ class Batch:
             by_key[one.key] = one
             owner |= dict.fromkeys(one.paths, one.line)
         if not by_key and not errors:
-            raise UsageError(f"{file} has no requests; write a JSON object on a line")
+            raise UsageError(f"{name} has no requests; write a JSON object on a line")
         batch._sort(by_key.values(), errors, overwrite=below.overwrite)
         return batch
 

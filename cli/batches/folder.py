@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpuport.cli.batches.lease import Lease, leased
 from tpuport.cli.batches.requests import ERRORS, RESULTS, RUNS, Request
 from tpuport.core.files.atomic import (
     TEMPORARY,
@@ -28,14 +29,14 @@ from tpuport.core.files.folders import check_own_folder
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.stores import AnyPath, StorePath
-from tpuport.errors import ArtifactError, StoreError, UsageError
+from tpuport.errors import ArtifactError, AtWorkError, StoreError, UsageError
 
 #: Seconds between two puts of a file of lines.
 _SECONDS = 5.0
 
 
 class BatchFolder:
-    """Where a batch writes; one process of this machine does so at a time.
+    """Where a batch writes; one driver does so at a time.
 
     An object of a store is put whole, and the last one is the sidecar. So a video of
     the right size is the right one. Nothing can be added to an object: both files of
@@ -44,7 +45,7 @@ class BatchFolder:
 
     Args:
         path: for the videos.
-        local: for unfinished runs, if the path is in a store.
+        local: for runs under way, if the path is in a store.
     """
 
     def __init__(self, path: AnyPath, local: Path | None = None) -> None:
@@ -58,6 +59,7 @@ class BatchFolder:
         self._late: set[AnyPath] = set()
         self._put = time.monotonic()
         self._known = True
+        self._lease: Lease | None = None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -65,11 +67,14 @@ class BatchFolder:
 
         Raises:
             UsageError: there is something else than a batch.
-            ArtifactError: another process works in it.
+            ArtifactError: another driver works in it.
             StoreError: the store cannot be written.
         """
         self._check_own()
-        with working_in(self._local):
+        with contextlib.ExitStack() as holding:
+            if isinstance(self.path, StorePath):
+                self._lease = holding.enter_context(leased(self.path))
+            holding.enter_context(working_in(self._local))
             new = not self.results.exists()
             if isinstance(self.results, Path):
                 self._append(self.results, [])
@@ -78,7 +83,8 @@ class BatchFolder:
                 yield
                 self._sweep()
             except BaseException:
-                with contextlib.suppress(StoreError):  # the first error is told
+                # The first error is told.
+                with contextlib.suppress(StoreError, AtWorkError):
                     self._put_late()
                 remove_empty([self._local / RUNS])
                 if new and isinstance(self.results, Path):
@@ -109,17 +115,25 @@ class BatchFolder:
             return
         self.path.check_writable()
         for name in () if ours else self.path.files():
-            if not name.startswith(TEMPORARY):
+            if not name.startswith(TEMPORARY) and name != LOCK_FILE:
                 raise UsageError(
                     f"--out {self.path}: holds {name}, which {what}; name another "
                     "folder"
                 )
 
     def _sweep(self) -> None:
-        """Remove the run directories of packs that nobody goes on with."""
+        """Remove the run directories that nobody goes on with: those of packs, and in a
+        store those of finished requests."""
         for path in (self._local / RUNS).glob("+*"):
             if holder(path) is None:
                 shutil.rmtree(path, ignore_errors=True)
+        if isinstance(self.path, StorePath):
+            lines = self._lines[self.results].splitlines()
+            done = {json.loads(line)["key"] for line in lines}
+            for name in (self.path / RUNS).files():
+                key = name.partition("/")[0]
+                if key.startswith("+") or key in done:
+                    (self.path / RUNS / name).remove()
 
     def run_dir(self, request: Request) -> Path:
         """The run directory of a request; on a disk that all replicas see."""
@@ -225,8 +239,14 @@ class BatchFolder:
         self._append(self.errors, [record])
 
     def _append(self, file: AnyPath, records: Sequence[dict[str, Any]]) -> None:
-        """Add lines, on disk when it returns; into a store somewhat later."""
+        """Add lines, on disk when it returns; into a store somewhat later.
+
+        Raises:
+            AtWorkError: another driver has taken the folder over.
+        """
         if isinstance(file, StorePath):
+            assert self._lease is not None
+            self._lease.check()
             self._lines[file] += "".join(map(_line, records))
             self._late.add(file)
             if time.monotonic() > self._put + _SECONDS:
@@ -245,7 +265,13 @@ class BatchFolder:
             raise cannot_write(file, error) from error
 
     def _put_late(self) -> None:
-        """Put the files of lines into the store, as they are now."""
+        """Put the files of lines into the store, as they are now.
+
+        Raises:
+            AtWorkError: another driver has taken the folder over.
+        """
+        if self._lease is not None:
+            self._lease.check()
         if self._late and not self._known:
             self._late.add(self.results)
         for file in [f for f in self._lines if f in self._late]:  # the results first

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from tpuport.cli.batches.packs import Pack, run_dir
+from tpuport.cli.batches.packs import Pack, kept_in, run_dir
 from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
 from tpuport.core.reports import CompileReport, Reporter
@@ -111,7 +111,7 @@ class ThisProcess:
         try:
             with told(self._tell.say):
                 given = [(one.settings, one.digest) for one in pack]
-                self._engine.make_pack(given, run_dir(pack))
+                self._engine.make_pack(given, run_dir(pack), kept_in=kept_in(pack))
         except Exception as raised:
             error = in_one_line(raised) or type(raised).__name__
             again = may_pass(raised)  # the engine has closed what was open

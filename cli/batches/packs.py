@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tpuport.cli.batches.requests import Request
+from tpuport.cli.batches.requests import RUNS, Request
+from tpuport.core.files.stores import StorePath, place
 
 Pack = tuple[Request, ...]
 """Requests that are alike, one at least."""
@@ -47,6 +48,18 @@ def run_dir(pack: Pack) -> Path:
         return own
     names = "\n".join(f"{one.key} {one.digest}" for one in pack)
     return own.with_name(f"+{hashlib.sha256(names.encode()).hexdigest()[:16]}")
+
+
+def kept_in(pack: Pack) -> StorePath | None:
+    """The folder of a store that keeps a pack's checkpoints beside the videos.
+
+    ``None`` where the videos go to a disk.
+    """
+    assert pack[0].settings.out is not None
+    video = place(pack[0].settings.out)
+    if not isinstance(video, StorePath):
+        return None
+    return video.parent / RUNS / run_dir(pack).name
 
 
 def smaller(pack: Pack) -> list[Request]:

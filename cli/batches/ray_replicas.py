@@ -26,9 +26,10 @@ from tpuport.cli.batches.cluster import (
     why_of,
 )
 from tpuport.cli.batches.local import Ended
-from tpuport.cli.batches.packs import Pack, run_dir
+from tpuport.cli.batches.packs import Pack, kept_in, run_dir
 from tpuport.cli.shown.errors import may_pass
 from tpuport.cli.shown.output import told
+from tpuport.core.files.stores import StorePath
 from tpuport.core.mesh import coordinator
 from tpuport.core.mesh.hosts import Address, here, meet
 from tpuport.core.reports import Reporter
@@ -121,14 +122,19 @@ class Replica:
         self._remarks = _Remarks()
         self._engine = Engine(self._remarks)
 
-    def make(self, requests: Sequence[tuple[Settings, str]], run_dir: Path) -> Said:
+    def make(
+        self,
+        requests: Sequence[tuple[Settings, str]],
+        run_dir: Path,
+        kept_in: StorePath | None,
+    ) -> Said:
         """Make the videos of requests in one call, with the other hosts."""
         if not here().first:  # which writes nothing
             requests = [(replace(asked, out=None), key) for asked, key in requests]
         error, passes = "", False
         try:
             with told(self._remarks.say):
-                self._engine.make_pack(requests, run_dir)
+                self._engine.make_pack(requests, run_dir, kept_in=kept_in)
         except Exception as raised:
             error = in_one_line(raised) or type(raised).__name__
             passes = may_pass(raised)
@@ -219,10 +225,11 @@ class RayReplicas:
     def begin(self, replica: int, pack: Pack) -> None:
         """Send requests to all actors of a replica."""
         self._idle.remove(replica)
-        given = [(one.settings, one.digest) for one in pack]
+        requests = [(one.settings, one.digest) for one in pack]
+        given = requests, run_dir(pack), kept_in(pack)
         call = _Call(replica, pack)
         for host, actor in enumerate(self._actors[replica]):
-            self._calls[actor.make.remote(given, run_dir(pack))] = call, host
+            self._calls[actor.make.remote(*given)] = call, host
 
     def wait(self) -> list[Ended]:
         """What ended within half a second.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -90,21 +91,29 @@ class Request:
         )
 
 
+def text_of(file: AnyPath | None) -> str:
+    """The text of a file of requests; without one, of the standard input.
+
+    Raises:
+        UsageError: the file cannot be read.
+        StoreError: the store does not answer.
+    """
+    if file is None:
+        return sys.stdin.buffer.read().decode("utf-8-sig", "surrogateescape")
+    return read_text(file, "file of requests", "surrogateescape")
+
+
 def read_requests(
-    file: Path, folder: AnyPath, below: Settings
+    text: str, folder: AnyPath, below: Settings
 ) -> Iterator[Request | tuple[int, str]]:
-    """The requests of a file in JSON lines, or the number of a line and its fault.
+    """The requests of JSON lines, or the number of a line and its fault.
 
     Blank lines are skipped.
 
     Args:
         folder: for the videos.
         below: what the flags of the command say; a line wins.
-
-    Raises:
-        UsageError: the file cannot be read.
     """
-    text = read_text(file, "file of requests", "surrogateescape")
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -25,10 +25,10 @@ from tpuport.cli.batches.driver import Batch
 from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.local import Replicas, this_process
 from tpuport.cli.batches.ray_replicas import ray_replicas
+from tpuport.cli.batches.requests import text_of
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import check_report, give_out, say
 from tpuport.core.files.stores import from_anywhere, local_of
-from tpuport.core.files.typed import read_text
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import read_value
@@ -38,7 +38,8 @@ from tpuport.errors import UsageError
 @command(
     "batch",
     requests=typer.Argument(
-        metavar="FILE", help="JSON lines: a request each, of the flags below."
+        metavar="FILE|-",
+        help="JSON lines, here or in a store: a request each, of the flags below.",
     ),
     out=flag("--out FOLDER", "Where the videos go, here or in a store; required."),
     ray=flag("--ray ADDRESS|local", "A Ray cluster; local starts one here."),
@@ -67,7 +68,7 @@ def batch(
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    file = read_value(kinds.path, requests, "FILE")
+    file = None if requests == "-" else read_value(kinds.any_path, requests, "FILE")
     if not settings.out:
         raise UsageError(
             "--out is missing; name the folder for the videos, such as --out videos"
@@ -78,17 +79,19 @@ def batch(
     else:
         cache = cache_folder(settings.cache_dir)
         folder = BatchFolder(place, local_of(place, cache / BATCHES))
+    read = [file] if isinstance(file, Path) else []
     if settings.report is not None:
-        check_report(settings.report, [file])
+        check_report(settings.report, read)
         if from_anywhere(str(settings.report)).startswith(f"{folder.path}/"):
             raise UsageError(
                 "--report: is in the folder of the batch; put it elsewhere"
             )
     found = slice_of(ray, replicas, topology)
-    read_text(file, "file of requests", "replace")  # refused before there is a folder
-    below = replace(settings, report=None, read_from=(*settings.read_from, file))
+    text = text_of(file)  # refused before there is a folder
+    name = "the standard input" if file is None else str(file)
+    below = replace(settings, report=None, read_from=(*settings.read_from, *read))
     with folder.held():
-        made, count = Batch.read(file, folder, below), 0
+        made, count = Batch.read(text, name, folder, below), 0
         try:
             if made.left:
                 given = (settings, ray, replicas, found)

@@ -15,7 +15,9 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.staged import alike, begun
 from tpuport.cli.runs.variants import with_model
 from tpuport.cli.runs.video_run import VideoRun, Wanted, find
+from tpuport.core.drive.run_in_store import RunInStore
 from tpuport.core.files.run_lock import holder
+from tpuport.core.files.stores import StorePath
 from tpuport.core.mesh.hosts import here
 from tpuport.core.reports import Reporter, RunReport
 from tpuport.core.spec.run_settings import RunSettings
@@ -62,6 +64,7 @@ class Engine:
         folder: Path,
         previews: Sequence[Path] = (),
         plain: bool = False,
+        kept_in: StorePath | None = None,
     ) -> RunReport:
         """Make the videos of several requests in one call, or go on with the call.
 
@@ -74,11 +77,20 @@ class Engine:
             previews: a file of each video for its frames while steps run, which may
                 share some; empty for none.
             plain: whether frames of one colour will do.
+            kept_in: a folder of a store that keeps the checkpoints too.
         """
+        in_store = None
         if here().first:
             _wait_for(folder)
+            if kept_in is not None:
+                in_store = RunInStore(folder, kept_in)
+                in_store.fetch()
+
+        def made() -> RunReport:
+            return self._made(requests, folder, previews, plain, in_store)
+
         try:
-            report = self._made(requests, folder, previews, plain)
+            report = made()
         except (WriteError, AtWorkError):
             raise
         except ArtifactError:
@@ -86,9 +98,13 @@ class Engine:
             if not folder.exists() or holder(folder) is not None or not here().first:
                 raise
             shutil.rmtree(folder)
-            report = self._made(requests, folder, previews, plain)
+            if in_store is not None:
+                in_store.remove()
+            report = made()
         if here().first:
             shutil.rmtree(folder, ignore_errors=True)
+        if in_store is not None:
+            in_store.remove()
         return report
 
     def _made(
@@ -97,6 +113,7 @@ class Engine:
         run_dir: Path,
         previews: Sequence[Path],
         plain: bool,
+        in_store: RunInStore | None,
     ) -> RunReport:
         started = time.perf_counter()
         named = [(with_model(settings), digest) for settings, digest in requests]
@@ -105,6 +122,7 @@ class Engine:
         folder = find(settings, self._reporter)
         run = VideoRun.prepared(settings, folder, self._reporter, wanted=wanted)
         run.request, run.previews, run.plain = named[0][1], tuple(previews), plain
+        run.in_store = in_store
         outputs = []
         if here().first:
             outputs = [run.outputs_of(asked, count_of(asked)) for asked, _ in named]

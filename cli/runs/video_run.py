@@ -41,6 +41,7 @@ from tpuport.core.drive.checkpoints import Checkpoints
 from tpuport.core.drive.driving import called, merged, tape_of
 from tpuport.core.drive.late_weights import LateWeights
 from tpuport.core.drive.pipeline_run import PipelineRun
+from tpuport.core.drive.run_in_store import RunInStore
 from tpuport.core.drive.step_caches import StepCaches, standing, step_caches
 from tpuport.core.enums import Blocks, StageName
 from tpuport.core.files.fingerprint import versions
@@ -159,6 +160,7 @@ class VideoRun(PipelineCall):
             pipeline, what is noted of its calls, what gives a component its weights
             before it is called, the step cache, and what looks at the calls.
         kept: the run's folder; ``None`` to keep nothing.
+        in_store: its copy in a store; ``None`` for none.
         until: the stage to end with.
         previews: files for frames while steps run: one, or one for each video, which
             may share some; empty for none.
@@ -179,6 +181,7 @@ class VideoRun(PipelineCall):
     caches: StepCaches | None = None
     inspection: Inspection | None = None
     kept: PipelineRun | None = None
+    in_store: RunInStore | None = None
     until: StageName | None = None
     previews: tuple[Path, ...] = ()
     request: str = ""
@@ -457,8 +460,9 @@ class VideoRun(PipelineCall):
                 folder.begin(self.how, before)
                 tape = tape_of(self.pipeline, given, before, self.until)
                 if here().first:
+                    put = (self.in_store.put,) if self.in_store else ()
                     checkpoints = stack.enter_context(
-                        Checkpoints(tape, folder, every, self.reporter)
+                        Checkpoints(tape, folder, every, self.reporter, *put)
                     )
             if self.previews:
                 assert self.settings.cache_dir is not None

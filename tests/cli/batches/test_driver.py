@@ -80,7 +80,8 @@ def batch(
     file.write_text("\n".join(map(json.dumps, lines)))
     folder = BatchFolder(tmp_path / "out")
     with folder.held():
-        return Batch.read(file, folder, Settings(**below)), folder
+        text = file.read_text()
+        return Batch.read(text, str(file), folder, Settings(**below)), folder
 
 
 def test_a_request_that_no_replica_survives_is_given_up(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_packs_are_of_requests_that_are_alike(tmp_path: Path) -> None:
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    requests = list(read_requests(file, tmp_path, Settings()))
+    requests = list(read_requests(file.read_text(), tmp_path, Settings()))
     found = packs(cast("list[Request]", requests), 4)
     assert [[request.line for request in pack] for pack in found] == [
         *([1], [2, 3, 8], [4], [5, 9], [6], [7], [10], [11], [12])
@@ -248,13 +249,12 @@ def test_one_process_says_which_errors_may_pass(tmp_path: Path) -> None:
     raised: list[Exception] = [MemoryError(), UsageError("a seed is missing")]
 
     class Engine:
-        def make_pack(self, requests: Any, folder: Path) -> None:
+        def make_pack(self, requests: Any, folder: Path, kept_in: Any) -> None:
             raise raised.pop(0)
 
     replica = ThisProcess(cast("Any", Engine()), Told(Display(lambda: None)))
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a fox"}')
-    (request,) = read_requests(file, tmp_path, Settings(run_dir=tmp_path / "run"))
+    asked = Settings(run_dir=tmp_path / "run")
+    (request,) = read_requests('{"prompt": "a fox"}', tmp_path, asked)
     assert isinstance(request, Request)
     found = []
     for _ in range(2):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests.cli.tools import Cli
+from tpuport.cli.batches import cluster
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.pipelines.folder import PipelineFolder
 
@@ -119,3 +123,19 @@ def test_what_is_wrong_with_the_command_is_one_line(cli: Cli, folder: Path) -> N
         ran = cli("batch", file, "--out", "o", "--ray", "local", "--weights", folder)
     assert (ran.code, "pip install 'tpuport[ray]'" in ran.err) == (2, True), ran.err
     assert "id 'a' is that of line 1" in records(Path("o/errors.jsonl"))[0]["error"]
+
+
+def test_what_listens_and_is_not_ray_is_one_line(
+    cli: Cli,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Ray's own code, in C++, writes to the terminal past Python."""
+    monkeypatch.setattr(cluster, "_KNOWN", 3.0)
+    asked = ("batch", write({"prompt": "a fox"}), "--weights", folder, "--out", "o")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = f"127.0.0.1:{other.getsockname()[1]}"
+        said = f"--ray {at}: there is no cluster (what listens there does not answer"
+        cli.refused(said, *asked, "--ray", at)
+    assert capfd.readouterr() == ("", "")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.batches.requests import Request, read_requests
+from tpuport.cli.batches.requests import Request, read_requests, text_of
 
 
 def read(place: Path, *lines: str, **below: Any) -> list[Request | tuple[int, str]]:
     file = place / "prompts.jsonl"
     file.write_text("\n".join(lines), errors="surrogateescape")
-    return list(read_requests(file, place / "out", Settings(**below)))
+    return list(read_requests(text_of(file), place / "out", Settings(**below)))
 
 
 def requests(place: Path, *values: dict[str, Any], **below: Any) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import s3fs
 
 from tests.cli.batches.test_local import FLAGS, alone, write
 from tests.cli.tools import Cli
+from tpuport.cli.batches.lease import leased
 from tpuport.core.files.stores import StorePath
 
 OUT = StorePath("s3", "bucket/videos")
@@ -94,6 +96,21 @@ def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
     cli.refused("there is no cluster", *dead)
     assert not StorePath("s3", "bucket/new").files()
     assert not list((cache / "batches").rglob("*"))
+    # Requests of a store, and of the standard input.
+    StorePath("s3", "bucket/lists/p.jsonl").write_bytes(json.dumps(lines[0]).encode())
+    there = cli(*asked[:1], "s3://bucket/lists/p.jsonl", *asked[2:])
+    assert (there.json["done"], there.json["made"]) == (1, 0), there.err
+    given = io.TextIOWrapper(io.BytesIO(json.dumps(lines[0]).encode() + b"\n\xff"))
+    monkeypatch.setattr("sys.stdin", given)
+    piped = cli(*asked[:1], "-", *asked[2:])
+    assert (piped.json["done"], piped.json["failed"]) == (1, 1), piped.err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    cli.refused("the standard input has no requests", "batch", "-", *asked[2:])
+    none = "file of requests s3://bucket/none.jsonl does not exist"
+    cli.refused(none, "batch", "s3://bucket/none.jsonl", *asked[2:])
+    # Another driver.
+    with leased(OUT):
+        cli.refused("is at work in this folder (last sign", *asked, code=1)
     # Bad lines alone are noted, and the same command goes on.
     write({"prompt": "a fox", "size": "20x20", "id": "odd", "steps": "many"})
     for _ in range(2):
@@ -102,8 +119,12 @@ def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
     assert bad == ["errors.jsonl", "results.jsonl"]
 
 
-def test_after_a_kill_the_checkpoint_is_on_this_machine(
-    cli: Cli, cache: Path, folder: Path, store: s3fs.S3FileSystem
+def test_after_a_kill_another_machine_goes_on_from_the_checkpoint(
+    cli: Cli,
+    cache: Path,
+    folder: Path,
+    store: s3fs.S3FileSystem,
+    tmp_path: Path,
 ) -> None:
     """A process imports the libraries and is killed: more than 10 s."""
     lines = [
@@ -114,10 +135,10 @@ def test_after_a_kill_the_checkpoint_is_on_this_machine(
     flags = ("--weights", folder, *ASKED, "--checkpoint-every", "1")
     asked = ["batch", write(*lines), *flags]
     command = [sys.executable, "-m", "tpuport", *map(str, asked)]
-    environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
+    environment = os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "lost")}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 300
-    while not list((cache / "batches").glob("*/runs/long/video-0/tape.json")):
+    while not (OUT / "runs/long/video-0/tape.json").exists():
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -126,11 +147,19 @@ def test_after_a_kill_the_checkpoint_is_on_this_machine(
     before = OUT.files()
     assert {"fox.mp4", "fox.mp4.json"} <= set(before)
     assert "long.mp4" not in before
+    # What a kill leaves between a video and the end of its run.
+    (OUT / "runs/fox/video-0/tape.json").write_bytes(b"{}")
 
-    ran = cli.good(*asked)
+    ran = cli.good(*asked)  # in another cache folder
     assert (ran.json["done"], ran.json["made"]) == (3, 2)
     assert "going on with the run in" in ran.err
-    assert OUT.files()["fox.mp4"] == before["fox.mp4"]
+    after = OUT.files()
+    assert after["fox.mp4"] == before["fox.mp4"]
+    assert not [name for name in after if name.startswith("runs/")]
     assert sorted(one["key"] for one in records("results.jsonl")) == [
         *("cat", "fox", "long")
     ]
+    by_upstream = {**lines[1], "backend": "diffusers"}
+    assert (OUT / "long.mp4").read_bytes() == alone(
+        cli, folder, by_upstream, "alone.mp4"
+    )

@@ -19,7 +19,7 @@ from tpuport.core.drive.tape import Call, Recorded, Step, Tape
 from tpuport.core.drive.tape_folder import TapeFolder
 from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import CheckpointEvery
-from tpuport.errors import ArtifactError, UsageError, WriteError
+from tpuport.errors import ArtifactError, StoreError, UsageError, WriteError
 
 
 def recorded(steps: int, finished: StageName | None = None) -> Recorded:
@@ -140,6 +140,36 @@ def test_time_makes_a_checkpoint_due() -> None:
 def test_an_interval_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="60s or 2m"):
         CheckpointEvery.parse(text)
+
+
+def test_a_checkpoint_is_put_elsewhere_beside_the_steps(tmp_path: Path) -> None:
+    """No step waits. The last one is put where a run breaks, and not where it ends."""
+    put, going, said = list[int](), threading.Event(), Heard()
+
+    def elsewhere() -> None:
+        put.append(TapeFolder(tmp_path).read().stepped)
+        assert going.wait(60)
+
+    tape, folder = Tape(), TapeFolder(tmp_path)
+    given = (tape, folder, CheckpointEvery(steps=1), said, elsewhere)
+    with Checkpoints(*given):
+        for steps in (1, 2, 3):
+            take(tape, steps)  # the first one is still on its way
+        going.set()
+        settle()
+    assert (put, TapeFolder(tmp_path).read().stepped) == ([1], 3)
+
+    def breaks() -> None:
+        elsewhere()
+        raise StoreError("the store is gone")
+
+    given = (tape, folder, CheckpointEvery(steps=100), said, breaks)
+    checkpoints, error = Checkpoints(*given), KeyboardInterrupt()
+    with checkpoints:
+        take(tape, 5)
+        checkpoints.__exit__(type(error), error, None)
+    assert put == [1, 5]
+    assert error.__notes__ == ["no checkpoint: the store is gone"]
 
 
 def test_a_full_disk_does_not_end_the_run(

@@ -6,10 +6,15 @@ import re
 import shutil
 from pathlib import Path
 
+import fsspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file as save
 
-from tpuport.core.files import fingerprint
+from tpuport.core.files import fingerprint, stores
 from tpuport.core.files.fingerprint import fingerprint_files
+from tpuport.core.files.stores import LeftInStore, StorePath, fetched
+from tpuport.core.reports import Reporter
 from tpuport.errors import UsageError, WeightsError
 
 
@@ -52,6 +57,23 @@ def test_a_large_file_is_sampled_to_its_ends(
         file.truncate(size + 1)
     seen.add(fingerprint_files(tmp_path, [path]))
     assert len(seen) == 7
+
+
+def test_a_file_in_a_store_has_the_fingerprint_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples alone are fetched."""
+    monkeypatch.setitem(stores.SCHEMES, "memory", ("fsspec", "none"))
+    monkeypatch.setattr(fingerprint, "FINGERPRINT_WHOLE_BYTES", 8 << 20)
+    file, name = tmp_path / "w.safetensors", "w.safetensors"
+    save({"w": np.arange(12 << 20, dtype=np.uint8)}, file)
+    folder = StorePath("memory", "bucket/weights")
+    (folder / name).put(file)
+    left = fetched(folder, ["*"], tmp_path / "cache", Reporter(), 8 << 20)
+    assert LeftInStore.by(left / name)
+    expected = fingerprint_files(tmp_path, [file])
+    assert fingerprint_files(left, [left / name]) == expected
+    fsspec.filesystem("memory").store.clear()
 
 
 def test_a_fingerprint_of_nothing_or_of_a_missing_file_is_refused(

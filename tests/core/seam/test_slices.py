@@ -6,10 +6,15 @@ import hashlib
 import json
 import math
 import socket
+import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -19,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from tests.processes import run_json
 from tpuport import targets
 from tpuport.core.arrays import torch_dtype
+from tpuport.core.files import stores
+from tpuport.core.files.stores import LeftInStore
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.pipelines.stand_in import write_random
@@ -28,6 +35,7 @@ from tpuport.core.seam.devices import Devices
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.journal import Journal
 from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.weights import file_parts, hub
 from tpuport.core.weights.stored_tensors import stored_in, unread
 from tpuport.errors import WeightsError
 from tpuport.plugins import folder_of, get_model
@@ -46,7 +54,7 @@ COMPONENTS = ("transformer", "text_encoder")
 PROGRAM = """
 import json, sys
 import jax
-from tests.core.seam.test_slices import placed
+from tests.core.seam.test_slices import placed, placed_from_a_store
 from tpuport.core.weights import placement
 
 place, number, *folders = sys.argv[1:]
@@ -55,7 +63,7 @@ jax.distributed.initialize(place, 2, int(number))
 placement.GATHERED_BYTES = 0
 assert len(jax.local_devices()) == 2
 assert len(jax.devices()) == 4
-print(json.dumps(placed(folders)))
+print(json.dumps([placed(folders), placed_from_a_store(folders[0])]))
 jax.distributed.shutdown()  # waits for the other process
 """
 
@@ -76,6 +84,49 @@ def placed(folders: list[str]) -> dict[str, Any]:
             for name in COMPONENTS:
                 entry = _entry(getattr(pipeline, name), name, target)
                 made[f"{number} {mesh} {name}"] = _read(entry)
+    return made
+
+
+def placed_from_a_store(path: str) -> dict[str, Any]:
+    """For each component: bytes that the store gave, bytes of the headers, and those of
+    :func:`placed`."""
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{path}/", "/bucket/it/", recursive=True)
+    given: Counter[str] = Counter()
+    own = type(memory).cat_file
+
+    def counted(self: Any, key: str, *args: Any, **how: Any) -> bytes:
+        data: bytes = own(self, key, *args, **how)
+        given[key.split("/")[-2]] += len(data)
+        return data
+
+    def whole(*_: Any) -> None:
+        raise AssertionError("a whole file was fetched")
+
+    several, made = SimpleNamespace(several=True), {}
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(stores.SCHEMES, {"memory": ("fsspec", "none")}),
+        mock.patch.object(hub, "here", return_value=several),
+        mock.patch.object(hub, "FINGERPRINT_WHOLE_BYTES", 0),
+        mock.patch.object(file_parts, "GAP", 0),
+        mock.patch.object(file_parts, "BLOCK", 4096),
+        mock.patch.object(type(memory), "cat_file", counted),
+    ):
+        find = PipelineFolder.find("memory://bucket/it", Reporter(), Path(cache))
+        folder = find.fetched(Reporter())
+        there = targets.place(MeshSpec.parse("tp=4"), jax.devices()[:4], None)
+        name = folder.class_name
+        target = targets.claimed_target(name, there, RunSettings(), Reporter())
+        pipeline = folder.load(torch.float32, Reporter())
+        files = [*Path(cache).rglob("*.safetensors")]
+        assert all(LeftInStore.by(file) for file in files)
+        for name in COMPONENTS:
+            headers = given[name]
+            entry = _entry(getattr(pipeline, name), name, target)
+            read = _read(entry)
+            made[name] = (given[name] - headers, headers, *read)
+    memory.store.clear()
     return made
 
 
@@ -120,11 +171,13 @@ def test_each_process_reads_what_its_devices_hold(
         place = f"127.0.0.1:{free.getsockname()[1]}"
     flags = "--xla_force_host_platform_device_count=2"
 
-    def process(number: int) -> dict[str, Any]:
+    def process(number: int) -> list[dict[str, Any]]:
         return run_json(PROGRAM, place, str(number), *folders, XLA_FLAGS=flags)
 
     with ThreadPoolExecutor(2) as pool:
-        processes = list(pool.map(process, range(2)))
+        both_ways = list(pool.map(process, range(2)))
+    from_store = [found[1] for found in both_ways]
+    processes = [found[0] for found in both_ways]
     alone = json.loads(json.dumps(placed(folders)))
     for what, (read, held, whole, shards) in alone.items():
         assert read == held == whole, what
@@ -134,6 +187,12 @@ def test_each_process_reads_what_its_devices_hold(
             assert part_whole == whole
         both = {**parts[0][3], **parts[1][3]}
         assert both == shards, what
+    # From a store: the headers and the same slices, and no other byte.
+    for stored, on_disk in zip(from_store, processes, strict=True):
+        for name, (fetched, header, read, held, _, shards) in stored.items():
+            assert fetched == read == held, name
+            assert shards == on_disk[f"0 tp=4 {name}"][3]
+            assert 0 < header < 0.1 * on_disk[f"0 tp=4 {name}"][2]
     share = {what: processes[0][what][0] / alone[what][2] for what in alone}
     assert share["0 tp=4 transformer"] < 0.6
     assert share["0 tp=4 text_encoder"] < 0.6

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
+import threading
 import weakref
 from collections import Counter
 from typing import Any
@@ -23,10 +25,10 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import placement
+from tpuport.core.weights.file_parts import Index
 from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
-from tpuport.core.weights.stored_tensors import Index
-from tpuport.errors import ShardingError
+from tpuport.errors import ShardingError, StoreError
 
 RULES = (
     ShardRule(pattern=r"blocks\.\d+\.linear\.weight", spec=(None, "tp")),
@@ -74,9 +76,10 @@ def test_blocks_of_a_stack_that_are_split_differently_are_refused() -> None:
     assert "blocks.*.mix.weight" in str(caught.value)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("gathered", [0, placement.GATHERED_BYTES])
 def test_each_part_is_read_once_and_is_where_it_belongs(
-    gathered: int, monkeypatch: pytest.MonkeyPatch
+    gathered: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "GATHERED_BYTES", gathered)
     ported, plan, mesh = planned(tower(count=5))
@@ -88,7 +91,7 @@ def test_each_part_is_read_once_and_is_where_it_belongs(
         asked.append((name, str(index)))
         return to_numpy(tensors[name][index].clone())
 
-    found = place_weights(ported, wanted, read)
+    found = place_weights(ported, wanted, read, ahead=ahead)
     assert set(found) == set(wanted)
     assert len(set(asked)) == len(asked)
     # Of two halves each is read, of what every device holds the whole.
@@ -99,6 +102,42 @@ def test_each_part_is_read_once_and_is_where_it_belongs(
         expected = np.stack(expected) if len(members) > 1 else expected[0]
         np.testing.assert_array_equal(np.asarray(found[array]), expected)
         assert found[array].sharding == wanted[array].sharding
+
+
+def test_parts_are_read_ahead_up_to_a_number_of_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight at a time, fewer where they are large; an error ends all."""
+    ported, plan, mesh = planned(tower(count=5))
+    wanted = abstract_weights(ported, plan, mesh)
+    tensors, most, lock = ported.tensors(), [0], threading.Lock()
+    under_way = set[int]()
+    together = threading.Barrier(placement.IN_FLIGHT)
+
+    def read(name: str, index: Index) -> np.ndarray:
+        with lock:
+            under_way.add(threading.get_ident())
+            most.append(len(under_way))
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+        with lock:
+            under_way.remove(threading.get_ident())
+        return to_numpy(tensors[name][index].clone())
+
+    place_weights(ported, wanted, read, ahead=True)
+    assert max(most) == placement.IN_FLIGHT
+    assert not together.broken or len(most) > placement.IN_FLIGHT
+    monkeypatch.setattr(placement, "AHEAD_BYTES", 0)
+    together.abort()
+    most.clear()
+    place_weights(ported, wanted, read, ahead=True)
+    assert max(most) == 1
+
+    def breaks(name: str, index: Index) -> np.ndarray:
+        raise StoreError("the store is gone")
+
+    with pytest.raises(StoreError, match="the store is gone"):
+        place_weights(ported, wanted, breaks, ahead=True)
 
 
 LAYER, COUNT = 2**20, 12

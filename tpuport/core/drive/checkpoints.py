@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from tpuport.core.drive.tape import Recorded, Tape, TapeError
@@ -26,13 +27,20 @@ class Checkpoints:
         folder: where the tape is kept.
         every: how often.
         reporter: told of what cannot be written.
+        put: takes each checkpoint elsewhere, beside the steps too. The last one is
+            taken there if the block ends by an error.
     """
 
     def __init__(
-        self, tape: Tape, folder: TapeFolder, every: CheckpointEvery, reporter: Reporter
+        self,
+        tape: Tape,
+        folder: TapeFolder,
+        every: CheckpointEvery,
+        reporter: Reporter,
+        put: Callable[[], None] = lambda: None,
     ) -> None:
         self._tape, self._folder = tape, folder
-        self._every, self._reporter = every, reporter
+        self._every, self._reporter, self._put = every, reporter, put
         self._written = tape.before
         self._at = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -52,7 +60,7 @@ class Checkpoints:
     ) -> None:
         self._wait()
         if self._tape.recorded is not self._written:
-            self._write(self._tape.recorded)
+            self._write(self._tape.recorded, put=error is not None)
         if error is not self._failed:
             self._tell(error)
 
@@ -90,11 +98,13 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
 
-    def _write(self, recorded: Recorded) -> None:
+    def _write(self, recorded: Recorded, *, put: bool = True) -> None:
         with self._lock:  # an interrupt may come before the thread is known
             try:
                 self._folder.write(recorded)
                 self._written, self._failed = recorded, None
+                if put:
+                    self._put()
             except Exception as error:
                 self._failed = error
 

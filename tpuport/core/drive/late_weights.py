@@ -7,12 +7,12 @@ weights of others are not read, and need not be there.
 from __future__ import annotations
 
 import torch
-from safetensors import safe_open
 
 from tpuport.core.drive.rehearsal import without_weights
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of
+from tpuport.core.weights.stored_tensors import StoredFile, StoredTensor
 from tpuport.errors import WeightsError
 
 
@@ -83,5 +83,8 @@ def _read_buffers(folder: PipelineFolder, name: str, module: torch.nn.Module) ->
         return
     for key in wanted.keys() & files.keys():
         child, own = wanted[key]
-        with safe_open(files[key], framework="pt") as stored:
-            child._buffers[own] = stored.get_tensor(key).to(child._buffers[own])
+        stored = StoredFile(folder.reference, files[key], framework="pt")
+        found = stored.get_tensor(key)
+        if isinstance(found, StoredTensor):
+            found = found.on_host()
+        child._buffers[own] = found.to(child._buffers[own])

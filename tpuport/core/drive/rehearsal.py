@@ -139,7 +139,7 @@ class _Absent(Devices):
     def moved(self, array: Any, sharding: Any) -> Any:
         return array
 
-    def weights(self, ported: Any, structs: Any, read: Any) -> Any:
+    def weights(self, ported: Any, structs: Any, read: Any, *, ahead: bool) -> Any:
         return structs
 
     def _fitted(self, array: Any, real: Any, place: Any) -> Any:

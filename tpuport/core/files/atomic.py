@@ -35,7 +35,7 @@ def temporary_beside(path: Path, suffix: str = "") -> Path:
     folder = path.absolute().parent
     _remove_once(folder, os.getpid())
     # Not made from the target's name, which may already be as long as names can be.
-    own = f"{_host()}-{os.getpid()}-{_began(os.getpid())}"
+    own = f"{machine()}-{os.getpid()}-{began(os.getpid())}"
     return folder / f"{TEMPORARY}{own}-{secrets.token_hex(8)}{suffix}"
 
 
@@ -46,10 +46,10 @@ def remove_leftovers(folder: Path) -> None:
     removed. A folder that is not there has none.
     """
     for left in folder.glob(f"{TEMPORARY}*-*-*-*"):
-        host, pid, began, _ = left.name.removeprefix(TEMPORARY).split("-", 3)
-        if host != _host() or not pid.isdecimal():
+        host, pid, then, _ = left.name.removeprefix(TEMPORARY).split("-", 3)
+        if host != machine() or not pid.isdecimal():
             continue
-        if _began(int(pid)) not in ("", began):
+        if began(int(pid)) not in ("", then):
             with contextlib.suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -59,7 +59,7 @@ def _remove_once(folder: Path, pid: int) -> None:
     remove_leftovers(folder)
 
 
-def _began(pid: int) -> str | None:
+def began(pid: int) -> str | None:
     """When a process began, as digits that no later process of that number has.
 
     ``None`` for a process that does not live, "" where the system does not tell.
@@ -78,7 +78,7 @@ def _began(pid: int) -> str | None:
     return None if fields[0] in "ZX" else _short(f"{boot}{fields[19]}")
 
 
-def _host() -> str:
+def machine() -> str:
     """This host, or the container that has process numbers of its own."""
     space = ""
     with contextlib.suppress(OSError):

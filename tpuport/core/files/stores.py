@@ -11,17 +11,20 @@ import fnmatch
 import functools
 import hashlib
 import io
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpuport.core.files.atomic import (
     TEMPORARY,
+    atomic_write_bytes,
     atomic_write_json,
     cannot_write,
     no_room,
@@ -36,6 +39,7 @@ from tpuport.errors import (
     StoreError,
     TpuportError,
     UsageError,
+    damaged,
     quoted,
 )
 
@@ -147,7 +151,7 @@ class StorePath:
             found = store.find(self.key, detail=True)
         start = len(self.key) + 1
         return {
-            about["name"].lstrip("/")[start:]: (int(about["size"]), _mark(about))
+            about["name"].lstrip("/")[start:]: _state(about)
             for about in found.values()
             if about["name"].lstrip("/")[start:]
         }
@@ -169,10 +173,15 @@ class StorePath:
         """The content, to be read as that of a file."""
         return io.BytesIO(self.read_bytes())
 
-    def write_bytes(self, data: bytes) -> None:
-        """Put an object in place of what is there."""
+    def write_bytes(self, data: bytes, *, replace: bool = True) -> None:
+        """Put an object in place of what is there.
+
+        Raises:
+            FileExistsError: the object is there, and may not be replaced.
+        """
         with self._store("written") as store:
-            store.pipe_file(self.key, data)
+            mode = "overwrite" if replace else "create"
+            store.pipe_file(self.key, data, mode=mode)
 
     def put(self, file: Path, *, replace: bool = True) -> None:
         """Put a file.
@@ -248,14 +257,114 @@ def _probe(folder: StorePath) -> None:
         probe.remove()
 
 
-def _mark(about: dict[str, Any]) -> str:
-    """What a store says of an object's content: the etag, or what stands for one."""
+def _state(about: dict[str, Any]) -> tuple[int, str]:
+    """The size of an object, and the etag or what stands for one."""
     names = ("etag", "ETag", "md5Hash", "LastModified", "created")
-    return str(next(about[name] for name in names if about.get(name)))
+    mark = str(next(about[name] for name in names if about.get(name)))
+    return int(about["size"]), mark
+
+
+#: Longest header that safetensors takes.
+_LONGEST = 100_000_000
+#: How the file begins that stands for an object. As the length of a header, by which a
+#: safetensors file begins, no file could hold it: every other reader refuses the file.
+_LEFT = b'{"left":'
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftInStore:
+    """A safetensors object that stays in its store, and is read in ranges.
+
+    A file of this machine stands for the object, and has the header alone.
+
+    Attributes:
+        size: bytes of the object.
+        mark: what changes with the content.
+        header: the first bytes, before those of the tensors.
+    """
+
+    address: StorePath
+    size: int
+    mark: str
+    header: bytes
+
+    @classmethod
+    def at(cls, address: StorePath) -> LeftInStore:
+        """The object at an address, as it is now.
+
+        Raises:
+            WeightsError: it is no safetensors file.
+            StoreError: as of :meth:`read`.
+        """
+        with address._store("read") as store:
+            size, mark = _state(store.info(address.key))
+        one = cls(address=address, size=size, mark=mark, header=b"")
+        (first,) = one.read([(0, 8)])
+        end = 8 + int.from_bytes(first, "little")
+        if not 8 < end <= min(size, 8 + _LONGEST):
+            raise damaged(f"{address} is truncated or not a safetensors file")
+        (header,) = one.read([(8, end)])
+        return replace(one, header=first + header)
+
+    @classmethod
+    def by(cls, file: Path) -> LeftInStore | None:
+        """The object that a file stands for; ``None`` of a file of its own."""
+        with file.open("rb") as stream:
+            if stream.read(len(_LEFT)) != _LEFT:
+                return None
+            stream.seek(0)
+            found = json.load(stream)
+        address = StorePath(*found["left"])
+        header = found["header"].encode("latin-1")
+        return cls(
+            address=address, size=found["size"], mark=found["mark"], header=header
+        )
+
+    def note(self, file: Path) -> None:
+        """Let a file stand for the object."""
+        about = {
+            "left": [self.address.scheme, self.address.key],
+            "size": self.size,
+            "mark": self.mark,
+            "header": self.header.decode("latin-1"),
+        }
+        atomic_write_bytes(file, json.dumps(about, separators=(",", ":")).encode())
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes between some starts and ends, all requests in flight together.
+
+        Raises:
+            StoreError: the store does not answer, or the object is another one since.
+        """
+        starts, ends = ([*each] for each in zip(*ranges, strict=True))
+        with self.address._store("read") as store:
+            try:
+                keys = [self.address.key] * len(starts)
+                found = store.cat_ranges(keys, starts, ends, on_error="raise")
+            except Exception:
+                self._check_same(store)
+                raise
+            self._check_same(store)
+        return [bytes(one) for one in found]
+
+    def _check_same(self, store: Any) -> None:
+        now = None
+        with contextlib.suppress(FileNotFoundError):
+            now = _state(store.info(self.address.key))
+        if now != (self.size, self.mark):
+            what = "is gone" if now is None else "has changed"
+            raise StoreError(
+                f"{self.address}: {what} since its header was read; let the folder be "
+                "as it is while a run reads it, and run again"
+            )
 
 
 def fetched(
-    folder: StorePath, patterns: Sequence[str], cache: Path, reporter: Reporter
+    folder: StorePath,
+    patterns: Sequence[str],
+    cache: Path,
+    reporter: Reporter,
+    largest: int | None = None,
 ) -> Path:
     """The objects of a folder whose names match, as a folder of the cache.
 
@@ -264,6 +373,8 @@ def fetched(
     Args:
         cache: the cache folder.
         reporter: told of the files and the bytes that have come.
+        largest: bytes of a safetensors file that is fetched; of a larger one that is
+            not here, the header alone. See :class:`LeftInStore`.
 
     Raises:
         MissingStoreError: the store has nothing in the folder.
@@ -290,6 +401,10 @@ def fetched(
             if _matches(name, patterns) and name not in wanted and not under_way:
                 file.unlink(missing_ok=True)
         old = [n for n, v in wanted.items() if not _same(local / n, v, known.get(n))]
+        left = [n for n in old if _large(n, wanted[n][0], largest)]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda name: _leave(folder / name, local / name), left))
+        old = [name for name in old if name not in left]
         total = sum(wanted[name][0] for name in old)
         come, what = 0, f"downloading {folder}"
         with reporter.timed(what) if old else contextlib.nullcontext():
@@ -349,6 +464,16 @@ def local_of(folder: StorePath, within: Path) -> Path:
     """The folder of this machine for what belongs to a folder of a store."""
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     return within / f"{folder.key.replace('/', '-')[-80:]}-{digest}"
+
+
+def _large(name: str, size: int, largest: int | None) -> bool:
+    return largest is not None and name.endswith(".safetensors") and size > largest
+
+
+def _leave(address: StorePath, file: Path) -> None:
+    """Let a file stand for an object."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    LeftInStore.at(address).note(file)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Hashable
-from pathlib import Path
 from typing import IO, Any, Literal, Protocol, TypeVar, cast
 
 from tpuport.core.files.atomic import one_line
@@ -59,7 +58,7 @@ def read_json(path: Readable, error: type[TpuportError], remedy: str) -> Any:
     raise error(f"{path}: {found}; {remedy}")
 
 
-def read_text(path: Path, what: str, errors: str = "strict") -> str:
+def read_text(path: Readable, what: str, errors: str = "strict") -> str:
     """The text of a file that the user named.
 
     Args:

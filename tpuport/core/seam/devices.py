@@ -23,8 +23,8 @@ from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.target import Target
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.core.weights.file_parts import Index
 from tpuport.core.weights.placement import place_weights
-from tpuport.core.weights.stored_tensors import Index
 from tpuport.errors import UsageError
 
 
@@ -95,9 +95,11 @@ class Devices:
         ported: PortedModule,
         structs: Mapping[str, Any],
         read: Callable[[str, Index], np.ndarray],
+        *,
+        ahead: bool,
     ) -> Mapping[str, jax.Array]:
         """A module's weights, placed; see :func:`place_weights`."""
-        return place_weights(ported, structs, read)
+        return place_weights(ported, structs, read, ahead=ahead)
 
     def jitted(
         self, function: Callable[..., Any], stages: Sequence[str], **options: Any

@@ -27,6 +27,7 @@ from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.patching import Status
 from tpuport.core.tracing.ported_module import PortedModule, WeightNames
 from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.weights.file_parts import Index
 from tpuport.core.weights.gathering import (
     gathered,
     room_for_weights,
@@ -38,7 +39,7 @@ from tpuport.core.weights.sharding import (
     UndividedError,
     plan_sharding,
 )
-from tpuport.core.weights.stored_tensors import Index, stored_in
+from tpuport.core.weights.stored_tensors import stored_in
 from tpuport.core.weights.streaming import streamable, streaming
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import ShardingError, UsageError
@@ -243,7 +244,9 @@ class ModuleWeights:
 
         stored = [one for one in stored_in(tensors.values()) if one.host is None]
         before = sum(one.bytes_read for one in stored)
-        self._weights = self._devices.weights(ported, self._structs, read)
+        ahead = any(one.in_store for one in stored)
+        given = ported, self._structs, read
+        self._weights = self._devices.weights(*given, ahead=ahead)
         taken = sum(one.bytes_read for one in stored) - before
         whole = sum(one.bytes_stored for one in stored)
         if taken < whole:

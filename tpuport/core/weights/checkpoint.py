@@ -18,6 +18,7 @@ from typing import Any
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.weights.configs import check_config
+from tpuport.core.weights.file_parts import opened
 from tpuport.core.weights.hub import INDEXES, read_index, read_object
 from tpuport.errors import WeightsError, damaged
 
@@ -174,10 +175,10 @@ class Checkpoint:
 
     def _keys(self, path: Path) -> list[str]:
         """The names of the tensors in a file; its header alone is read."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
+            with opened(path, framework="pt", device="cpu") as file:
                 return list(file.keys())
         except (SafetensorError, OSError) as error:
             raise damaged(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.fingerprint import FINGERPRINT_WHOLE_BYTES
 from tpuport.core.files.stores import StorePath, fetched, place
 from tpuport.core.files.typed import checked, read_json
 from tpuport.core.mesh.hosts import here
@@ -121,6 +122,9 @@ def fetch(
 ) -> Path:
     """The files of a hub id whose names match ``patterns``, as a folder.
 
+    Of large safetensors files in a store each of several processes gets the header
+    alone, if its machine has no copy. The weights are then read in slices.
+
     Args:
         repo_id: or the address of a folder in a store.
         reporter: told of the files and the bytes that have come.
@@ -135,11 +139,18 @@ def fetch(
     folder = place(repo_id)
     if isinstance(folder, StorePath):
         assert cache is not None
-        return fetched(folder, patterns, cache, reporter)
+        return _fetched(folder, patterns, cache, reporter)
     with _explained(repo_id, flag):
         if store is None or cache is None:
             return _downloaded(repo_id, patterns, reporter)
         return _by_store(repo_id, patterns, reporter, cache, store)
+
+
+def _fetched(
+    folder: StorePath, patterns: Sequence[str], cache: Path, reporter: Reporter
+) -> Path:
+    largest = FINGERPRINT_WHOLE_BYTES if here().several else None
+    return fetched(folder, patterns, cache, reporter, largest)
 
 
 def _by_store(
@@ -158,7 +169,7 @@ def _by_store(
     wanted = [n for n in commit.sizes if any(fnmatch.fnmatch(n, p) for p in patterns)]
     missing = [name for name in wanted if there.get(name) != commit.sizes[name]]
     if not missing and not _at_hand(repo_id, commit, wanted):
-        return fetched(folder, patterns, cache, reporter)
+        return _fetched(folder, patterns, cache, reporter)
     local = _downloaded(repo_id, patterns, reporter, revision=commit.name)
     if missing and here().first:
         with reporter.timed(f"putting {repo_id} into {store}"):

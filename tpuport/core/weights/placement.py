@@ -10,7 +10,10 @@ together there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,12 +25,17 @@ from tpuport.core.arrays import array_dtype
 from tpuport.core.mesh.device_memory import HOST, on_host
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.core.weights.file_parts import IN_FLIGHT, Index
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
-from tpuport.core.weights.stored_tensors import Index
 from tpuport.errors import ShardingError
+
+Bounds = tuple[tuple[int, int], ...]
+"""A start and a stop for each dim."""
 
 #: Most bytes of a stack put together on the host: biases, and scales of norms.
 GATHERED_BYTES = 4 * 2**20
+#: Most bytes of parts that are read ahead, beside the next one.
+AHEAD_BYTES = 256 * 2**20
 
 
 def abstract_weights(
@@ -87,6 +95,8 @@ def place_weights(
     ported: PortedModule,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     read: Callable[[str, Index], np.ndarray],
+    *,
+    ahead: bool = False,
 ) -> dict[str, jax.Array]:
     """The arrays ``wanted``; every process that has some of their devices calls this.
 
@@ -98,7 +108,16 @@ def place_weights(
         wanted: the result of :func:`abstract_weights`.
         read: ``read(name, index)`` gives a part of a tensor, by its name in the module,
             in memory that nothing else uses.
+        ahead: read the next parts by threads while one is on its way: a store answers
+            late.
     """
+    if ahead:
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            given = _Ahead(pool, read, _asked(ported, wanted))
+            try:
+                return place_weights(ported, wanted, given.part)
+            finally:
+                pool.shutdown(cancel_futures=True)
     weights: dict[str, Any] = {}
     before: jax.Array | None = None
     for array, members in ported.arrays.items():
@@ -128,22 +147,80 @@ def place_weights(
     return jax.block_until_ready(weights)
 
 
+def _asked(
+    ported: PortedModule, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[str, Index, int]]:
+    """The parts that :func:`place_weights` reads, in that order, and their bytes."""
+    for array, members in ported.arrays.items():
+        if array not in wanted:
+            continue
+        struct = wanted[array]
+        parts = _held(struct.shape, struct.sharding)
+        size = struct.size * struct.dtype.itemsize
+        pairs = [(name, one) for one in parts for name in members]
+        if len(members) > 1 and not on_host(struct) and size > GATHERED_BYTES:
+            pairs = [(name, one) for name in members for one in parts]
+        for name, bounds in pairs:
+            own = bounds[len(members) > 1 :]
+            count = math.prod(stop - start for start, stop in own)
+            index = tuple(slice(*pair) for pair in own)
+            yield name, index, count * struct.dtype.itemsize
+
+
+class _Ahead:
+    """Reads parts by threads before they are asked for, in the order of the asking."""
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        read: Callable[[str, Index], np.ndarray],
+        asked: Iterator[tuple[str, Index, int]],
+    ) -> None:
+        self._pool, self._read, self._asked = pool, read, asked
+        self._waiting: deque[tuple[str, Index, int, Future[np.ndarray]]] = deque()
+
+    def part(self, name: str, index: Index) -> np.ndarray:
+        """What ``read`` gives."""
+        self._fill()
+        found, at, _, future = self._waiting.popleft()
+        assert (found, at) == (name, index)
+        self._fill()
+        return future.result()
+
+    def _fill(self) -> None:
+        while len(self._waiting) < IN_FLIGHT:
+            total = sum(size for _, _, size, _ in self._waiting)
+            if self._waiting and total > AHEAD_BYTES:
+                return
+            one = next(self._asked, None)
+            if one is None:
+                return
+            self._waiting.append((*one, self._pool.submit(self._read, *one[:2])))
+
+
+def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
+    pairs = zip(index, shape, strict=True)
+    return tuple(one.indices(size)[:2] for one, size in pairs)
+
+
 def _from_parts(
     shape: tuple[int, ...], place: Any, read: Callable[[Index], np.ndarray]
 ) -> jax.Array:
     """An array of parts, each of which is read once for the devices here that hold the
     part."""
-    known: dict[Any, np.ndarray] = {}
+    parts = {
+        bounds: read(tuple(slice(*pair) for pair in bounds))
+        for bounds in _held(shape, getattr(place, "sharding", place))
+    }
+    return jax.make_array_from_callback(
+        shape, place, lambda index: parts[_bounds(index, shape)]
+    )
 
-    def part(index: Index) -> np.ndarray:
-        bounds = tuple(
-            one.indices(size)[:2] for one, size in zip(index, shape, strict=True)
-        )
-        if bounds not in known:
-            known[bounds] = read(tuple(slice(*pair) for pair in bounds))
-        return known[bounds]
 
-    return jax.make_array_from_callback(shape, place, part)
+def _held(shape: tuple[int, ...], sharding: Any) -> list[Bounds]:
+    """The parts that devices of this process hold, each once."""
+    held = sharding.addressable_devices_indices_map(shape).values()
+    return list(dict.fromkeys(_bounds(index, shape) for index in held))
 
 
 def _stacked(

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
-import os
-import weakref
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,15 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tpuport.core.arrays import all_finite
+from tpuport.core.weights.file_parts import (
+    IN_FLIGHT,
+    Bytes,
+    FileInStore,
+    Index,
+    bytes_of,
+    opened,
+)
 from tpuport.errors import damaged
-
-Index = tuple[slice, ...]
-"""A part of a tensor: a start and a stop for each of its dims."""
 
 #: Dtypes by the names in a file's header. Others are read whole, by safetensors.
 _DTYPES = {
@@ -62,8 +66,7 @@ class Stored:
         source: what the user named, for messages.
         file: the safetensors file.
         key: the tensor's name there.
-        mapped, descriptor: of the file.
-        opened: the file's size and time of change then.
+        content: of the file.
         start: the first byte of the tensor.
         shape: in the file and in the module.
         written: the dtype in the file.
@@ -75,15 +78,19 @@ class Stored:
     source: str
     file: Path
     key: str
-    mapped: mmap.mmap = field(repr=False)
-    descriptor: int
-    opened: tuple[int, int]
+    content: Bytes = field(repr=False)
     start: int
     shape: tuple[int, ...]
     written: torch.dtype
     dtype: torch.dtype
     bytes_read: int = 0
     host: torch.Tensor | None = field(default=None, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
+
+    @property
+    def in_store(self) -> bool:
+        """Whether a read waits for a store, so that several are made at a time."""
+        return self.host is None and isinstance(self.content, FileInStore)
 
     @property
     def bytes_stored(self) -> int:
@@ -96,27 +103,15 @@ class Stored:
         Raises:
             WeightsError: the part holds NaN or infinite values, or the file has
                 changed since it was opened.
+            StoreError: the same of an object, or the store does not answer.
         """
         if self.host is not None:
             return self.host[index].clone(memory_format=torch.contiguous_format)
-        if _state(self.descriptor) != self.opened:
-            raise damaged(f"{self.source}: {self.file} has changed since", "the folder")
-        count, size = int(np.prod(self.shape)), self.written.itemsize
-        numbers = np.frombuffer(self.mapped, f"u{size}", count, self.start)
-        given: np.ndarray = np.asarray(numbers.reshape(self.shape))
-        if index:  # an empty one would make a scalar's copy
-            given = given[index]
-        if given.flags.c_contiguous and given.size:
-            part = np.empty(given.shape, given.dtype)
-            first, base = (a.__array_interface__["data"][0] for a in (given, numbers))
-            self._read_into(part, self.start + first - base)
-        else:
-            part = np.array(given)
-            # The pages stay in the system's cache; the process need not hold them.
-            first = self.start - self.start % mmap.PAGESIZE
-            end = self.start + count * size
-            self.mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
-        self.bytes_read += part.nbytes
+        part, taken = self.content.part(
+            self.start, self.shape, self.written.itemsize, index
+        )
+        with self._lock:
+            self.bytes_read += taken
         found = torch.from_numpy(part).view(self.written).to(self.dtype)
         if not all_finite(found):
             raise damaged(
@@ -126,25 +121,14 @@ class Stored:
             )
         return found
 
-    def _read_into(self, part: np.ndarray, place: int) -> None:
-        """Fill an array with the bytes from a place of the file on, and read no others.
-
-        A fault for each page of a map takes several times as long.
-        """
-        left = memoryview(part.reshape(-1).view(np.uint8).data)
-        while left:
-            count = os.preadv(self.descriptor, [left], place)
-            if not count:
-                raise damaged(f"{self.source}: {self.file} is cut short", "the folder")
-            left, place = left[count:], place + count
-
     def whole(self) -> torch.Tensor:
         """The tensor on the host; the same one at every call."""
-        if self.host is None:
-            # Torch counts no writes to what is made in inference mode.
-            with torch.inference_mode(False), torch.no_grad():
-                self.host = self.read((slice(None),) * len(self.shape))
-        return self.host
+        with self._lock:
+            if self.host is None:
+                # Torch counts no writes to what is made in inference mode.
+                with torch.inference_mode(False), torch.no_grad():
+                    self.host = self.read((slice(None),) * len(self.shape))
+            return self.host
 
 
 class StoredTensor(torch.Tensor):
@@ -250,24 +234,19 @@ class StoredTensor(torch.Tensor):
         return self.on_host().__reduce_ex__(protocol)
 
 
-class _File:
+class StoredFile:
     """A safetensors file, as ``safetensors.safe_open`` opens one."""
 
     def __init__(self, source: str, file: Any, **how: Any) -> None:
         # It checks the header, and that the file has what the header tells.
-        self._opened: Any = safetensors.safe_open(file, **how)
+        self._opened: Any = opened(Path(file), **how)
         self._source, self._file = source, Path(file)
-        self._descriptor = os.open(self._file, os.O_RDONLY)
-        self._mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
-        self._state = _state(self._descriptor)
-        weakref.finalize(self._mapped, os.close, self._descriptor)
-        if hasattr(os, "posix_fadvise"):  # the system reads nothing ahead
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        size = int.from_bytes(self._mapped[:8], "little")
+        self._content = bytes_of(source, self._file)
+        size = int.from_bytes(self._content.head(8), "little")
         self._data = 8 + size
-        self._header: dict[str, Any] = json.loads(self._mapped[8 : self._data])
+        self._header: dict[str, Any] = json.loads(self._content.head(self._data)[8:])
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> StoredFile:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -285,15 +264,21 @@ class _File:
         told = self._header[key]
         written, shape = _DTYPES.get(told["dtype"]), tuple(told["shape"])
         if written is None or 0 in shape:
-            found: torch.Tensor = self._opened.get_tensor(key)
-            return found
+            if not isinstance(self._content, FileInStore):
+                found: torch.Tensor = self._opened.get_tensor(key)
+                return found
+            data = self._content.between(
+                *(self._data + n for n in told["data_offsets"])
+            )
+            alone = {key: {**told, "data_offsets": [0, len(data)]}}
+            header = json.dumps(alone).encode()
+            head = len(header).to_bytes(8, "little") + header
+            return safetensors.torch.load(head + data)[key]
         stored = Stored(
             source=self._source,
             file=self._file,
             key=key,
-            mapped=self._mapped,
-            descriptor=self._descriptor,
-            opened=self._state,
+            content=self._content,
             start=self._data + told["data_offsets"][0],
             shape=shape,
             written=written,
@@ -312,7 +297,7 @@ class _File:
 class _Slice:
     """A tensor of a file, as ``get_slice`` of safetensors gives one."""
 
-    _file: _File
+    _file: StoredFile
     _key: str
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -324,11 +309,6 @@ class _Slice:
 
     def get_dtype(self) -> str:
         return str(self._file._header[self._key]["dtype"])
-
-
-def _state(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_mtime_ns
 
 
 @contextlib.contextmanager
@@ -343,13 +323,13 @@ def unread(source: str) -> Iterator[None]:
 
     import transformers.modeling_utils
 
-    def opened(file: Any, **how: Any) -> _File:
-        return _File(source, file, **how)
+    def stored(file: Any, **how: Any) -> StoredFile:
+        return StoredFile(source, file, **how)
 
     places: list[Any] = [safetensors.torch, transformers.modeling_utils]
     before = [place.safe_open for place in places]
     for place in places:
-        place.safe_open = opened
+        place.safe_open = stored
     try:
         yield
     finally:
@@ -371,6 +351,9 @@ def read_whole(module: torch.nn.Module) -> None:
     Raises:
         WeightsError: a tensor holds NaN or infinite values.
     """
+    waiting = stored_in((*module.parameters(), *module.buffers()))
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        list(pool.map(Stored.whole, (one for one in waiting if one.in_store)))
     made: dict[int, Any] = {}
     for child in module.modules():
         for own in (child._parameters, child._buffers):

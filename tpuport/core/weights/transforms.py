@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.weights.stored_tensors import Index, part_of
+from tpuport.core.weights.file_parts import Index
+from tpuport.core.weights.stored_tensors import part_of
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:

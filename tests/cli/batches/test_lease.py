@@ -1,0 +1,154 @@
+"""The hold of a folder in a store, in fsspec's own memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+
+from tpuport.cli.batches import lease
+from tpuport.cli.batches.lease import _Held, leased
+from tpuport.core.files import stores
+from tpuport.core.files.stores import StorePath
+from tpuport.errors import AtWorkError
+
+FOLDER = StorePath("memory", "bucket/videos")
+LOCK = FOLDER / ".lock"
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(stores.SCHEMES, "memory", ("fsspec", "none"))
+    monkeypatch.setattr(lease, "RENEW", 0.02)
+    monkeypatch.setattr(lease, "_SETTLE", 0.05)
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+def held_by(**about: Any) -> None:
+    """A hold of another driver, on another host if not told else."""
+    given = {"name": "far", "process": 7, "host": "other", **about}
+    LOCK.write_bytes(_Held(**given).data())
+
+
+def until_true(found: Any) -> None:
+    until = time.monotonic() + 20
+    while not found():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_second_driver_is_told_who_holds_the_folder() -> None:
+    with leased(FOLDER):
+        first = json.loads(LOCK.read_bytes())
+        with pytest.raises(AtWorkError) as caught, leased(FOLDER):
+            pass
+        assert str(caught.value) == (
+            f"{FOLDER}: process {os.getpid()} on {socket.gethostname()} is at work in "
+            "this folder (last sign of life 0 s ago); wait until it has ended, or name "
+            "another folder. If it is dead, the same command takes its place in 60 s"
+        )
+        until_true(lambda: json.loads(LOCK.read_bytes())["seen"] > first["seen"])
+    assert not LOCK.exists()
+    with leased(FOLDER):
+        pass
+
+
+def test_a_dead_process_of_this_host_holds_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on a disk."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    held_by(host=lease.machine(), process=gone.pid)
+    with leased(FOLDER) as mine:
+        mine.check()
+    said = capsys.readouterr().err
+    assert f"process {gone.pid} on far is dead; taking its place" in said
+    held_by(host=lease.machine(), process=os.getpid())
+    with pytest.raises(AtWorkError), leased(FOLDER):
+        pass
+
+
+def test_a_driver_of_another_host_holds_the_folder_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_by(seen=time.time() - 20)
+    with pytest.raises(AtWorkError, match=r"7 on far .* 20 s ago.* in 40 s"):
+        lease.Lease(FOLDER).take()
+    held_by(seen=time.time() - 61)
+    with leased(FOLDER):
+        assert "gives no sign of life; taking its place" in capsys.readouterr().err
+    # Its clock is late, and it lives.
+    held_by(seen=time.time() - 100)
+    sleep = time.sleep
+
+    def renewed(seconds: float) -> None:
+        if seconds == 1.5 * lease.RENEW:
+            held_by(seen=time.time() - 99)
+        sleep(seconds)
+
+    monkeypatch.setattr(lease.time, "sleep", renewed)
+    with pytest.raises(AtWorkError, match="7 on far is at work"):
+        lease.Lease(FOLDER).take()
+
+
+def test_of_two_that_take_a_dead_drivers_place_one_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_by(seen=0.0)
+    one = lease.Lease(FOLDER)
+    sleep = time.sleep
+
+    def other_comes(seconds: float) -> None:
+        if seconds == lease._SETTLE:
+            held_by(name="near")
+        sleep(seconds)
+
+    monkeypatch.setattr(lease.time, "sleep", other_comes)
+    with pytest.raises(AtWorkError, match="7 on near is at work"):
+        one.take()
+    assert json.loads(LOCK.read_bytes())["name"] == "near"
+
+
+def test_a_driver_that_stood_still_ends_and_leaves_the_hold_of_the_other() -> None:
+    with leased(FOLDER) as mine:
+        held_by()
+        until_true(lambda: mine._lost is not None)
+        with pytest.raises(AtWorkError, match="7 on far has taken over this folder"):
+            mine.check()
+    assert json.loads(LOCK.read_bytes())["name"] == "far"
+
+
+def test_a_driver_that_goes_on_before_its_next_sign_of_life_is_stopped_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lease, "RENEW", 0.5)
+    with leased(FOLDER) as mine:
+        held_by()
+        mine.check()
+        mine._seen -= 31
+        with pytest.raises(AtWorkError, match="has taken over"):
+            mine.check()
+
+
+def test_a_store_that_replaces_whatever_it_is_told_shows_the_other_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = StorePath.write_bytes
+
+    def replaces(self: StorePath, data: bytes, **how: Any) -> None:
+        write(self, data)
+
+    monkeypatch.setattr(StorePath, "write_bytes", replaces)
+    held_by()
+    with pytest.raises(AtWorkError, match="7 on far is at work"):
+        lease.Lease(FOLDER).take()
