@@ -88,6 +88,7 @@ def check_(
     if not settings.json:
         _tell_imports(name)
     _check_name(name, settings)
+    signals.keep_nothing()
     prepare_small_meshes()
     if found is not None:
         prepare_topology(found)
@@ -333,6 +334,7 @@ def new_model(
 
     Example: tpuport new-model my-wan --class WanPipeline
     """
+    signals.keep_nothing()
     prepare_small_meshes()
     prepare(debug=settings.debug)
     folder = Path(out or name).expanduser()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import Subject, arguments
@@ -136,9 +137,9 @@ def new_package(
             )
     else:
         subject = Subject(plugin=None, configs=small.of_class(pipeline))
+    subject, rehearsal, changes = _ported(subject, settings, reporter)
     configs = subject.configs
     modules = [part for part in configs if denoises(part)]
-    rehearsal, changes = _ported(subject, settings, reporter)
     layout = {k: v for k, v in _SPLIT.items() if _fits(k, rehearsal)}
     words = {
         "name": name,
@@ -163,38 +164,59 @@ def new_package(
 
 def _ported(
     subject: Subject, settings: Settings, reporter: Reporter
+) -> tuple[Subject, Rehearsal, dict[str, str]]:
+    """The pipeline ported at a small size, and the changes that ran with reasons.
+
+    Of a class that begins with pictures, the channels that it joins are found by trial:
+    the subject is with those.
+    """
+    tried = [subject]
+    if not settings.weights:
+        more = small.with_more_channels(subject.configs)
+        tried += [replace(subject, configs=configs) for configs in more]
+    failed: TpuportError | None = None
+    for one in tried:
+        folder = one.made(settings, reporter, weights=False)
+        given = arguments(folder, settings)
+        try:
+            return (one, *_rehearsed(folder, given, settings, reporter))
+        except TpuportError as error:
+            failed = failed or error
+        if not any(isinstance(value, Image | list) for value in given.values()):
+            break
+    assert failed is not None
+    _check_upstream(subject, settings, reporter)
+    raise failed
+
+
+def _rehearsed(
+    folder: PipelineFolder,
+    given: Mapping[str, Any],
+    settings: Settings,
+    reporter: Reporter,
 ) -> tuple[Rehearsal, dict[str, str]]:
-    """The pipeline ported at a small size, and the changes that ran with reasons."""
-    folder = subject.made(settings, reporter)
+    """A pipeline's call ported without weights, and the changes that ran."""
     placed = place_for_port(MeshSpec())
     target, ran = counting(general_target(placed, replace(settings, cache_dir=None)))
     pipeline = without_weights(folder, torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    given = arguments(folder, settings)
-    try:
-        with (
-            reporter.timed(f"porting {folder.class_name} at a small size"),
-            upstreams_errors(folder.class_name),
-        ):
-            found = rehearse(pipeline, target, given, Reporter())
-    except TpuportError:
-        _check_upstream(folder, given, settings, reporter)
-        raise
+    with (
+        reporter.timed(f"porting {folder.class_name} at a small size"),
+        upstreams_errors(folder.class_name),
+    ):
+        found = rehearse(pipeline, target, given, Reporter())
     known = {**{p.name: p.reason for p in target.patches}}
     known |= {one.name: one.reason for one in target.overrides}
     return found, {name: known[name] for name in known if ran[name]}
 
 
-def _check_upstream(
-    folder: PipelineFolder,
-    given: Mapping[str, Any],
-    settings: Settings,
-    reporter: Reporter,
-) -> None:
+def _check_upstream(subject: Subject, settings: Settings, reporter: Reporter) -> None:
     """Refuse a small pipeline that upstream's own code does not run.
 
     A missing package is no fault of the configs.
     """
+    folder = subject.made(settings, reporter)
+    given = arguments(folder, settings)
     pipeline = replace(folder, whole=folder.modules()).load(torch.float32, reporter)
     pipeline.set_progress_bar_config(disable=True)
     try:
