@@ -318,7 +318,7 @@ def _patches() -> dict[str, str]:
 @command(
     "new-model",
     name=typer.Argument(metavar="NAME", help="What --model takes."),
-    pipeline=flag("--class CLASS", "Of diffusers, such as WanPipeline."),
+    pipeline=flag("--class CLASS", "Such as WanPipeline, or mypkg.pipeline:Mine."),
     out=flag("--out FOLDER", "A new folder. (default: NAME)"),
 )
 def new_model(
@@ -342,7 +342,7 @@ def new_model(
     if pipeline is None:
         raise UsageError(
             "--class is missing; name a pipeline of diffusers, such as --class "
-            "WanPipeline"
+            "WanPipeline, or PACKAGE.MODULE:CLASS"
         )
     check_read(settings)
     with Display(signals.check) as display:

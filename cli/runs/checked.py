@@ -37,6 +37,7 @@ from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.source_scan import Finding, behind_the_door
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.seam.target import Target
+from tpuport.core.spec import outside
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import find_plugin, folder_of, plugin_for
@@ -130,7 +131,7 @@ class Subject:
         plugin.check()
         variants = [one for one in plugin.variants.values() if one.configs]
         if not variants:
-            return cls(plugin=plugin, configs=small.of_class(plugin.pipelines[0]))
+            return cls(plugin=plugin, configs=small.of_class(plugin.first))
         built_in = [one for one in variants if not one.repo]
         configs = (built_in or variants)[0].read(folder_of(name))
         return cls(plugin=plugin, configs=configs, small=bool(built_in))
@@ -160,7 +161,7 @@ class Subject:
         """The folder of the pipeline at a small size, with weights or without."""
         folder = self.folder
         if folder is None:
-            name = self.configs["model_index"]["_class_name"]
+            name = outside.name_of(self.configs["model_index"]["_class_name"])
             try:
                 made = self.as_small()
                 mark = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:8]

@@ -23,6 +23,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines import small
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
+from tpuport.core.spec import outside
 from tpuport.errors import TpuportError, UsageError
 from tpuport.targets import general_target, place_for_port
 
@@ -77,7 +78,7 @@ LAYOUT = {{
 
 PLUGIN = ModelPlugin(
     "{name}",
-    claims="diffusers:{pipeline}",
+    claims="{claim}",
     # FILL IN: native="PACKAGE.native:FORM", a NativeForm, once `tpuport check` says
     # what loses time; docs/port-a-model.md shows one.
     modules={{{modules}}},
@@ -124,16 +125,16 @@ def new_package(
 
     Args:
         package: its name in Python.
-        pipeline: the class in diffusers.
+        pipeline: the class in diffusers, or "package.module:Class".
         out: a folder that is empty, or is not there.
     """
     cls = small.pipeline_class(pipeline)
     if settings.weights:
         subject = Subject.find(pipeline, settings, reporter)
-        found = subject.configs["model_index"].get("_class_name")
-        if found != pipeline:
+        found = outside.name_of(subject.configs["model_index"].get("_class_name"))
+        if found != cls.__name__:
             raise UsageError(
-                f"--weights {settings.weights} is of a {found}, not of {pipeline}"
+                f"--weights {settings.weights} is of a {found}, not of {cls.__name__}"
             )
     else:
         subject = Subject(plugin=None, configs=small.of_class(pipeline))
@@ -145,6 +146,7 @@ def new_package(
         "name": name,
         "package": package,
         "pipeline": cls.__name__,
+        "claim": pipeline if ":" in pipeline else f"diffusers:{pipeline}",
         "repo": _repo(settings.weights),
         "layout": "".join(f'    r"{k}": {_tuple(v)},\n' for k, v in layout.items()),
         "modules": ", ".join(f'"{part}": Module(layout=LAYOUT)' for part in modules),
@@ -152,7 +154,7 @@ def new_package(
     }
     files = {
         "pyproject.toml": _PROJECT.format(**words),
-        f"{package}/__init__.py": f'"""{pipeline} on TPUs."""\n',
+        f"{package}/__init__.py": f'"""{cls.__name__} on TPUs."""\n',
         f"{package}/plugin.py": _PLUGIN.format(**words),
         f"{package}/small.json": small.as_text(subject.as_small()),
         f"{package}/full.json": small.as_text(configs),

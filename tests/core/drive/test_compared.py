@@ -15,7 +15,8 @@ from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
 from tpuport import targets
 from tpuport.core.drive.changes_run import counting
-from tpuport.core.drive.compared import MOST, Pair, difference
+from tpuport.core.drive.compared import Pair
+from tpuport.core.drive.rounding import MOST, difference
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target

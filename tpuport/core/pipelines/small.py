@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,10 @@ import torch
 import transformers
 
 from tpuport.core.enums import denoises
+from tpuport.core.files.atomic import one_line
+from tpuport.core.pipelines.folder import library_named
 from tpuport.core.pipelines.stand_in import class_of, tokenizer
+from tpuport.core.spec import outside
 from tpuport.core.weights.absent_packages import needs_of
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError, did_you_mean
@@ -84,7 +88,8 @@ def of_class(name: str) -> Configs:
             be made without configs.
     """
     cls = pipeline_class(name)
-    index: dict[str, Any] = {"_class_name": name}
+    entry = name.split(":") if ":" in name else name
+    index: dict[str, Any] = {"_class_name": entry}
     configs: Configs = {"model_index": index}
     found = {part: _choices(*kinds) for part, kinds in _signature(cls).items()}
     found = {part: kinds for part, kinds in found.items() if kinds}
@@ -96,13 +101,18 @@ def of_class(name: str) -> Configs:
             index[part] = [None, None]
             continue
         needed[part] = kind = _fitting(name, part, kinds, wide)
-        place = kind.__module__.split(".")
+        place, own = kind.__module__.split("."), outside.may_import(kind.__module__)
         library = place[2] if "pipelines" in place else place[0]
-        index[part] = [library, kind.__name__.removesuffix("Pil")]
+        index[part] = [
+            kind.__module__ if own else library,
+            kind.__name__.removesuffix("Pil"),
+        ]
         module = issubclass(kind, torch.nn.Module)
+        if not hasattr(library_named(index[part][0]), index[part][1]):
+            raise _refused(name, f"{part} is a {kind.__name__}")
         if part == denoiser:
             configs[part] = wide
-        elif module and place[0] == "diffusers":
+        elif module and hasattr(kind, "from_config"):
             configs[part] = _defaults(name, part, kind)
         elif kind.__name__.endswith(("ImageProcessor", "ImageProcessorPil")):
             configs[part] = json.loads(kind().to_json_string())
@@ -114,6 +124,8 @@ def of_class(name: str) -> Configs:
     for config in configs.values():
         if _STATES in config:
             config[_STATES] = _MOST_LAYERS + 1
+        shared = {"cross_attention_dim"} & config.keys() & wide.keys()
+        config |= {key: wide[key] for key in shared}  # of a control net
     for part, kind in needed.items():
         if issubclass(kind, torch.nn.Module) and index[part][0] == "transformers":
             words = _tokenizer_for(part, kind, index)
@@ -150,7 +162,8 @@ def _fitting(
     kind = kinds[0]
     if kind is inspect.Parameter.empty and part == "scheduler":
         return diffusers.FlowMatchEulerDiscreteScheduler
-    if kind.__module__.partition(".")[0] not in ("diffusers", "transformers"):
+    library = outside.package_of(kind.__module__)
+    if not (library in ("diffusers", "transformers") or outside.may_import(library)):
         raise _refused(pipeline, f"{part} is a {kind.__name__}")
     if len(kinds) == 1 or not part.endswith("vae"):
         return kind
@@ -170,6 +183,8 @@ def _tie_channels(wide: Configs, vae: Configs, kind: Any) -> None:
     taken, latents = _first(wide, _IN), _first(vae, _LATENTS)
     if kind is diffusers.AutoencoderKL and taken is not None:
         vae["latent_channels"] = latents = taken  # of several image models
+    if wide.get("patch_size", 1) is None:
+        wide["patch_size"] = 2
     if latents is None or taken != _first(wide, _OUT):
         return
     wide |= {name: latents for name in (*_IN, *_OUT) if name in wide}
@@ -192,12 +207,21 @@ def with_more_channels(configs: Configs) -> Iterator[Configs]:
 
 
 def pipeline_class(name: str) -> Any:
-    """A pipeline class of diffusers.
+    """A pipeline class of diffusers, or ``"package.module:Class"`` of another package.
 
     Raises:
         UsageError: there is none of that name, or it is no pipeline.
     """
     found, base = getattr(diffusers, name, None), diffusers.DiffusionPipeline
+    if ":" in name:
+        try:
+            found = pkgutil.resolve_name(name)
+        except Exception as error:  # whatever the import of a foreign package raises
+            raise UsageError(
+                f"{name} cannot be imported: {type(error).__name__}: "
+                f"{one_line(error)}; install the package that has the class"
+            ) from error
+        outside.named(name)
     if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
     known = [one for one in dir(diffusers) if one.endswith("Pipeline")]
@@ -209,7 +233,7 @@ def pipeline_class(name: str) -> Any:
             f"{name} needs a package that is not installed: pip install "
             + " ".join(missing)
         )
-    raise UsageError(f"{name} is no pipeline of diffusers; {hint}")
+    raise UsageError(f"{name} is no pipeline class of diffusers; {hint}")
 
 
 def _defaults(pipeline: str, part: str, kind: type) -> Configs:
