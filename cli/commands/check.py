@@ -265,9 +265,9 @@ def _verdict(one: Compared) -> str:
         return f"equal, largest difference {worst}{compared}"
     if not one.first:
         return f"differs by {worst}, and no call by itself{compared}"
-    apart = one.calls[one.first][1]
+    apart = f"{one.apart:.1e} where rounding allows {one.allowed:.1e}"
     op = f", operator {one.op}" if one.op else ""
-    return f"differs: first {one.first}, by {apart:.1e}, in {one.part}{op}{compared}"
+    return f"differs: first {one.first}, by {apart}, in {one.part}{op}{compared}"
 
 
 @command(

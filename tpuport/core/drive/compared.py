@@ -210,10 +210,10 @@ class Pair:
             assert target.general is not None  # parts hold weights as upstream does
             target = target.general
         target = replace(target, claims={})
-        module = modules_of(self.theirs)[component]
+        ours, theirs = (modules_of(p)[component] for p in (self.ours, self.theirs))
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(kept.random)
-            return first_apart(module, inside, kept.records, target) or kept.apart
+            return first_apart(ours, theirs, inside, kept.records, target) or kept.apart
 
 
 def _finite(worst: float | None) -> float | None:

@@ -128,11 +128,16 @@ def _tensors(call: Called) -> list[torch.Tensor]:
 
 
 def first_apart(
-    module: torch.nn.Module, inside: str, records: Mapping[str, Record], target: Target
+    ours: torch.nn.Module,
+    theirs: torch.nn.Module,
+    inside: str,
+    records: Mapping[str, Record],
+    target: Target,
 ) -> Apart | None:
     """The first part of a module that differs by itself; ``None`` if none does.
 
     Args:
+        ours: upstream's code, to be ported.
         inside: the part or the method that was called; empty of the module itself.
         records: of the call by upstream's code.
     """
@@ -141,7 +146,8 @@ def first_apart(
         start = f"{root}." if root else ""
         below = [p for p in records if p == root or p.startswith(start)]
         within = {path[len(start) :]: records[path] for path in below}
-        found = _apart_in(module.get_submodule(root), within, target)
+        one, other = (each.get_submodule(root) for each in (ours, theirs))
+        found = _apart_in(one, other, within, target)
         if found is not None:
             return replace(found, path=f"{start}{found.path}".rstrip("."))
     return None
@@ -152,9 +158,12 @@ def _outermost(paths: Collection[str]) -> list[str]:
 
 
 def _apart_in(
-    module: torch.nn.Module, records: Mapping[str, Record], target: Target
+    ours: torch.nn.Module,
+    theirs: torch.nn.Module,
+    records: Mapping[str, Record],
+    target: Target,
 ) -> Apart | None:
-    alone = _EachAlone(module, [*records])
+    alone = _EachAlone(theirs, [*records])
     given = [_tensors(call) for call, _ in records.values()]
     random = torch.get_rng_state()
 
@@ -164,21 +173,21 @@ def _apart_in(
             found: list[list[torch.Tensor]] = one(copied(given), copied(records[""][0]))
         return found
 
-    ported = port_module(alone, target, Reporter())
+    ported = port_module(_EachAlone(ours, [*records]), target, Reporter())
     try:
-        ours = [arrays(one) for one in run(ported)]
+        made = [arrays(one) for one in run(ported)]
     except TpuportError:
         return None  # with what upstream hands over, the parts do not become programs
     finally:
         unported(ported)
-    theirs = [arrays(one) for one in run(alone)]
+    upstreams = [arrays(one) for one in run(alone)]
     exact = iter(exactly(functools.partial(run, in_float64(alone))))
-    for path, found, expected in zip(records, ours, theirs, strict=True):
+    for path, found, expected in zip(records, made, upstreams, strict=True):
         allowed = bound(expected, [next(exact) for _ in expected])
         apart = difference(found, expected)
         if apart > allowed:
-            part = module.get_submodule(path)
-            op = _operator(part, records[path][0], target)
+            one, other = (each.get_submodule(path) for each in (ours, theirs))
+            op = _operator(one, other, records[path][0], target)
             return Apart(path, apart, allowed, op)
     return None
 
@@ -202,14 +211,16 @@ class _Operators(torch.overrides.TorchFunctionMode):
         return result
 
 
-def _operator(module: torch.nn.Module, given: Called, target: Target) -> str:
+def _operator(
+    ours: torch.nn.Module, theirs: torch.nn.Module, given: Called, target: Target
+) -> str:
     """The first operator of a module whose result differs, of equal operators."""
     seen: list[str] = []
 
     class Watched(torch.nn.Module):
         """Returns what each operator of the module gave."""
 
-        def __init__(self) -> None:
+        def __init__(self, module: torch.nn.Module) -> None:
             super().__init__()
             self.module = module
 
@@ -225,22 +236,22 @@ def _operator(module: torch.nn.Module, given: Called, target: Target) -> str:
             results = arrays(watched(*args, **kwargs))
         return [*seen], results
 
-    theirs = run(Watched())
-    twin = port_module(Watched(), target, Reporter())
+    upstreams = run(Watched(theirs))
+    twin = port_module(Watched(ours), target, Reporter())
     try:
-        ours = run(twin)
+        made = run(twin)
     except TpuportError:
         return ""
     finally:
         unported(twin)
-    pairs = zip(*ours, *theirs, strict=False)
-    for name, result, other, expected in pairs:
+    for name, result, other, expected in zip(*made, *upstreams, strict=False):
         if name != other:
             return f"{other}, where the port runs {name}"
         if difference([result], [expected]) > LEAST:
             return name
-    longer = max(ours[0], theirs[0], key=len)[min(len(ours[0]), len(theirs[0])) :]
-    whose = "the port" if len(ours[0]) > len(theirs[0]) else "upstream"
+    longer = max(made[0], upstreams[0], key=len)
+    longer = longer[min(len(made[0]), len(upstreams[0])) :]
+    whose = "the port" if len(made[0]) > len(upstreams[0]) else "upstream"
     return f"{longer[0]}, which only {whose} runs" if longer else ""
 
 

@@ -174,8 +174,8 @@ class PipelineFolder:
             raise WeightsError(f"{self._index} names no pipeline (_class_name)")
         if isinstance(found, str):
             return found
-        own = isinstance(found, list) and found
-        if outside.claim_of(found) is None or (self.folder / f"{own[0]}.py").exists():
+        unknown = outside.claim_of(found) is None
+        if unknown or (self.folder / f"{found[0]}.py").exists():
             raise WeightsError(
                 f"{self._index} names the pipeline {quoted(found)}, which is code of "
                 "its own; tpuport runs classes of diffusers, and those of installed "
@@ -558,7 +558,9 @@ class PipelineFolder:
         )
 
     def _loaded(self, dtype: torch.dtype) -> Any:
-        if self.blocks is not None:
+        libraries = [library for library, _ in self.components().values()]
+        if self.blocks is not None or any(map(outside.may_import, libraries)):
+            # Upstream's loader takes no component of another package.
             parts = {name: self.part(name, dtype) for name in self.components()}
             return self.put_together(parts)
         how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}

@@ -28,7 +28,7 @@ from tpuport.core.pipelines.stand_in import class_of, tokenizer
 from tpuport.core.spec import outside
 from tpuport.core.weights.absent_packages import needs_of
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import UsageError, did_you_mean
+from tpuport.errors import PluginError, UsageError, did_you_mean
 
 Configs = dict[str, Any]
 """``model_index``, and the config of each component that has one."""
@@ -128,7 +128,10 @@ def of_class(name: str) -> Configs:
         config |= {key: wide[key] for key in shared}  # of a control net
     for part, kind in needed.items():
         if issubclass(kind, torch.nn.Module) and index[part][0] == "transformers":
-            words = _tokenizer_for(part, kind, index)
+            try:
+                words = _tokenizer_for(part, kind, index)
+            except PluginError as error:
+                raise _refused(name, str(error).partition(";")[0]) from None
             configs[part] = _encoder(name, part, kind, wide, words)
     return configs
 
@@ -190,7 +193,7 @@ def _tie_channels(wide: Configs, vae: Configs, kind: Any) -> None:
     wide |= {name: latents for name in (*_IN, *_OUT) if name in wide}
 
 
-def with_more_channels(configs: Configs) -> Iterator[Configs]:
+def with_more_channels(configs: Mapping[str, Any]) -> Iterator[Configs]:
     """The configs with a denoiser that takes more than a latent.
 
     Of a picture or a video that a pipeline begins with, channels are joined to those
@@ -233,7 +236,7 @@ def pipeline_class(name: str) -> Any:
             f"{name} needs a package that is not installed: pip install "
             + " ".join(missing)
         )
-    raise UsageError(f"{name} is no pipeline class of diffusers; {hint}")
+    raise UsageError(f"{name} is no pipeline of diffusers; {hint}")
 
 
 def _defaults(pipeline: str, part: str, kind: type) -> Configs:
@@ -367,6 +370,11 @@ def _small_module(config: Mapping[str, Any]) -> Configs:
     found = {name: _small_value(name, value) for name, value in config.items()}
     if config.get(LEARNED):
         found |= _LEARNED_SIZE
+    texts = {config.get(name) for name in _TEXT}
+    for name in config:
+        dim = config.get(name.replace("num_attention_heads", "attention_head_dim"))
+        if name.endswith("_num_attention_heads") and config[name] * (dim or 0) in texts:
+            found[name] = config[name]  # as wide as a text encoder
     heads, dim = config.get("num_attention_heads"), config.get("attention_head_dim")
     if isinstance(heads, int) and isinstance(dim, int):
         # What is as wide as all heads together stays so.
