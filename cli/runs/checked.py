@@ -330,7 +330,8 @@ def made_up(folder: PipelineFolder, settings: Settings) -> Iterator[dict[str, An
             media.append(kind)
         elif takes[name].default is None:
             optional.append(kind)
-    if "strength" in takes or _BEGINS_WITH.search(folder.class_name):
+    begins = "strength" in takes or "prompt" not in takes
+    if begins or _BEGINS_WITH.search(folder.class_name):
         media = media or optional[:1]
     with scratch_folder() as place:
         pixels = np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8)

@@ -116,6 +116,8 @@ MISTAKEN = """
 from tpuport import plugin
 {more}
 GONE = plugin.diffusers_patch("gone", "models.normalization:RMSNorm.forwards", max, "x")
+LOST = plugin.diffusers_patch("lost", "models.normalization:RMSNorm.losts", max, "x")
+FORM = plugin.NativeForm(patches=(LOST,))
 
 @plugin.hookimpl
 def tpuport_model():
@@ -123,6 +125,7 @@ def tpuport_model():
     torn = plugin.Published("hub/id", configs="full.json")
     return plugin.ModelPlugin(
         "mistaken", "diffusers:LTXPipeline", patches=(GONE,),
+        modules={{"vae": plugin.Module(forms={{"own": FORM}})}},
         variants={{"small": small, "full": torn}},
     )
 """
@@ -156,7 +159,9 @@ def test_every_mistake_of_a_package_is_told(
         "parameter of LTXPipeline; did you mean num_frames?"
     )
     assert told[1].startswith(f"plugin mistaken: variants['full']: {mistaken.parent}")
-    assert told[2].startswith("plugin mistaken: 1 patch cannot be applied: 'gone' of ")
+    said = "plugin mistaken: 2 patches cannot be applied: 'gone' of "
+    assert told[2].startswith(said)  # the other is of a form that --vae names
+    assert "module vae's native form: " in ran.err
     assert len(told) == 3
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +22,7 @@ from tpuport.core.drive.parts import (
     Called,
     Record,
     arrays,
+    claimed,
     first_apart,
     recorded,
 )
@@ -32,6 +33,7 @@ from tpuport.core.drive.rounding import (
     difference,
     exactly,
     in_float64,
+    wide,
 )
 from tpuport.core.files.atomic import one_line
 from tpuport.core.seam.journal import Asked
@@ -178,7 +180,7 @@ class Pair:
                 torch.set_rng_state(random)
                 twin = in_float64(module)
                 call = attrgetter(name.partition(".")[2] or "__call__")(twin)
-                args, kwargs = copied(given)
+                args, kwargs = wide(given)
                 allowed = bound(results[1], exactly(lambda: call(*args, **kwargs)))
         count, before = found.calls.get(name, (0, 0.0))
         found.calls[name] = count + 1, max(before, worst)
@@ -205,11 +207,7 @@ class Pair:
     def _part(self, name: str, kept: _Kept, target: Target) -> Apart | None:
         """The smallest part of a call that differs by itself, or the call itself."""
         component, _, inside = name.partition(".")
-        claim = target.claims.get(component)
-        if claim is not None and claim.transforms:
-            assert target.general is not None  # parts hold weights as upstream does
-            target = target.general
-        target = replace(target, claims={})
+        target = claimed(target, component)
         ours, theirs = (modules_of(p)[component] for p in (self.ours, self.theirs))
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(kept.random)

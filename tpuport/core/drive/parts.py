@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.core.drive.rounding import LEAST, bound, difference, exactly, in_float64
+from tpuport.core.drive.rounding import (
+    LEAST,
+    bound,
+    difference,
+    exactly,
+    in_float64,
+    wide,
+)
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import port_module
 from tpuport.core.seam.ported import unport as unported
@@ -87,6 +95,7 @@ class _EachAlone(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, paths: Sequence[str]) -> None:
         super().__init__()
         self.module = copy.deepcopy(module)
+        self.config = getattr(module, "config", {})  # native blocks read it
         self.paths = tuple(paths)
         for path, child in self.module.named_modules():
             child.alone = path  # so no block is like another, and none is scanned
@@ -167,11 +176,10 @@ def _apart_in(
     given = [_tensors(call) for call, _ in records.values()]
     random = torch.get_rng_state()
 
-    def run(one: torch.nn.Module) -> list[list[torch.Tensor]]:
+    def run(one: torch.nn.Module, own: Callable[[Any], Any] = copied) -> Any:
         torch.set_rng_state(random)
         with torch.no_grad():
-            found: list[list[torch.Tensor]] = one(copied(given), copied(records[""][0]))
-        return found
+            return one(own(given), own(records[""][0]))
 
     ported = port_module(_EachAlone(ours, [*records]), target, Reporter())
     try:
@@ -181,15 +189,45 @@ def _apart_in(
     finally:
         unported(ported)
     upstreams = [arrays(one) for one in run(alone)]
-    exact = iter(exactly(functools.partial(run, in_float64(alone))))
+    exact = iter(exactly(functools.partial(run, in_float64(alone), wide)))
     for path, found, expected in zip(records, made, upstreams, strict=True):
         allowed = bound(expected, [next(exact) for _ in expected])
         apart = difference(found, expected)
-        if apart > allowed:
+        if apart > allowed and not _in_another_form(path, found, expected, target):
             one, other = (each.get_submodule(path) for each in (ours, theirs))
-            op = _operator(one, other, records[path][0], target)
+            native = bool(target.claims)  # in which operators are others
+            op = "" if native else _operator(one, other, records[path][0], target)
             return Apart(path, apart, allowed, op)
     return None
+
+
+def _in_another_form(
+    path: str, found: list[np.ndarray], expected: list[np.ndarray], target: Target
+) -> bool:
+    """Whether native blocks have a part in another form, or do without the part.
+
+    Its weights are in another order, or its result has another shape.
+    """
+    claim = target.claims.get(_EachAlone.__name__)
+    if claim is None:
+        return False
+    if [one.shape for one in found] != [one.shape for one in expected]:
+        return True
+    weights = [f"module.{path}.{kind}" for kind in ("weight", "bias")]
+    patterns = [one.pattern for one in claim.transforms]
+    return any(re.fullmatch(p, w) for p in patterns for w in weights)
+
+
+def claimed(target: Target, component: str) -> Target:
+    """A target for :func:`first_apart` with what a plugin knows of a component."""
+    claim = target.claims.get(component)
+    if claim is None or not claim.transforms:
+        return replace(target, claims={})
+    own = [
+        replace(one, pattern=rf"module\.(?:{one.pattern})") for one in claim.transforms
+    ]
+    claim = replace(claim, transforms=tuple(own), split=None)
+    return replace(target, claims={_EachAlone.__name__: claim})
 
 
 class _Operators(torch.overrides.TorchFunctionMode):

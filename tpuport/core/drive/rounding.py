@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.core.seam.ported import upstreams_twin
-from tpuport.core.seam.values import tensors_in
+from tpuport.core.seam.values import put_together, take_apart, tensors_in
 
 #: The largest difference in float32, as a share of the largest value or of 1.
 MOST = 1e-4
@@ -52,6 +52,13 @@ class InFloat64(TorchDispatchMode):
 def in_float64(module: torch.nn.Module) -> torch.nn.Module:
     """A twin of a module for :func:`exactly`, with attributes of its own."""
     return upstreams_twin(module).double()
+
+
+def wide(value: Any) -> Any:
+    """A value with its own tensors, those in float32 in float64."""
+    leaves: list[torch.Tensor] = []
+    form = take_apart(value, leaves, [])
+    return put_together(form, (_widened(one.detach().clone()) for one in leaves))
 
 
 def _widened(value: Any) -> Any:
