@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from tpuport import hookspecs
+from tpuport.core.spec import outside
 from tpuport.errors import PluginError, UnknownModelError, did_you_mean
 
 if TYPE_CHECKING:
@@ -268,6 +269,9 @@ def plugin_of_folder(folder: Path) -> Iterator[Plugin]:
 def model_plugins() -> list[ModelPlugin]:
     """What the installed plugins hand over."""
     return [plugin.model for plugin in installed_plugins().values()]
+
+
+outside.claimed_by(lambda: [one for m in model_plugins() for one in m.outside])
 
 
 def plugin_for(pipeline: str) -> ModelPlugin | None:

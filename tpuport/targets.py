@@ -7,7 +7,7 @@ of a pipeline or a module adds its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from tpuport.core.files.stores import StorePath, fetched
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.programs.folder_place import BUILT
 from tpuport.core.reports import Reporter, plural
-from tpuport.core.spec.component import TORCHAX
+from tpuport.core.spec.component import TORCHAX, NativeForm
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT, GATHERED
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tpuport.core.pipelines.loras import Lora
     from tpuport.core.programs.built_folder import BuiltFolder
     from tpuport.core.seam.target import Target
+    from tpuport.core.tracing.patching import Patch
 
 
 def place_for_port(
@@ -231,7 +232,9 @@ def _of_plugin(
     chosen: Mapping[str, str],
 ) -> Target:
     found = general.of_plugin(plugin, settings.blocks, settings.sharding, chosen)
-    _check_patches(plugin, settings.blocks, chosen)
+    patches = plugin.patches_with(settings.blocks, chosen)
+    forms = plugin.forms_with(settings.blocks, chosen).items()
+    _check_patches(plugin, patches, forms)
     words = "native blocks" if found.blocks == Blocks.NATIVE else "upstream's blocks"
     reporter.say(f"{kind}: with the plugin of {plugin.name} and {words}")
     return found
@@ -257,7 +260,14 @@ def mistakes_of(plugin: ModelPlugin) -> list[str]:
     for one in plugin.variants.values():
         if one.configs:
             noted(partial(configs_of, plugin, one))
-    noted(partial(_check_patches, plugin, Blocks.NATIVE, {}))
+    forms = [
+        (name, module.form(Blocks.NATIVE, form))
+        for name, module in plugin.modules.items()
+        for form in (TORCHAX, *module.forms)
+    ]
+    every = [(name, form) for name, form in forms if form is not None]
+    patches = [*plugin.patches, *(p for _, form in every for p in form.patches)]
+    noted(partial(_check_patches, plugin, dict.fromkeys(patches), every))
     return found
 
 
@@ -284,14 +294,19 @@ def _unknown_defaults(plugin: ModelPlugin) -> Iterator[str]:
 
 
 def _check_patches(
-    plugin: ModelPlugin, blocks: Blocks, chosen: Mapping[str, str]
+    plugin: ModelPlugin,
+    patches: Iterable[Patch],
+    forms: Iterable[tuple[str, NativeForm]],
 ) -> None:
-    """Refuse a plugin whose patches do not fit the installed upstream."""
+    """Refuse a plugin whose patches do not fit the installed upstream.
+
+    Args:
+        forms: that have some of the patches, each with the name of its module.
+    """
     from tpuport.core.tracing.patching import inspect_patches
 
-    forms = plugin.forms_with(blocks, chosen)
-    owners = {p.name: name for name, form in forms.items() for p in form.patches}
-    found = inspect_patches(plugin.patches_with(blocks, chosen))
+    owners = {p.name: name for name, form in forms for p in form.patches}
+    found = inspect_patches(tuple(patches))
     wrong = [status for status in found if status.state in ("gone", "broken")]
     if not wrong:
         return

@@ -88,6 +88,7 @@ def check_(
     if not settings.json:
         _tell_imports(name)
     _check_name(name, settings)
+    signals.keep_nothing()
     prepare_small_meshes()
     if found is not None:
         prepare_topology(found)
@@ -264,9 +265,9 @@ def _verdict(one: Compared) -> str:
         return f"equal, largest difference {worst}{compared}"
     if not one.first:
         return f"differs by {worst}, and no call by itself{compared}"
-    apart = one.calls[one.first][1]
+    apart = f"{one.apart:.1e} where rounding allows {one.allowed:.1e}"
     op = f", operator {one.op}" if one.op else ""
-    return f"differs: first {one.first}, by {apart:.1e}, in {one.part}{op}{compared}"
+    return f"differs: first {one.first}, by {apart}, in {one.part}{op}{compared}"
 
 
 @command(
@@ -317,7 +318,7 @@ def _patches() -> dict[str, str]:
 @command(
     "new-model",
     name=typer.Argument(metavar="NAME", help="What --model takes."),
-    pipeline=flag("--class CLASS", "Of diffusers, such as WanPipeline."),
+    pipeline=flag("--class CLASS", "Such as WanPipeline, or mypkg.pipeline:Mine."),
     out=flag("--out FOLDER", "A new folder. (default: NAME)"),
 )
 def new_model(
@@ -333,6 +334,7 @@ def new_model(
 
     Example: tpuport new-model my-wan --class WanPipeline
     """
+    signals.keep_nothing()
     prepare_small_meshes()
     prepare(debug=settings.debug)
     folder = Path(out or name).expanduser()
@@ -340,7 +342,7 @@ def new_model(
     if pipeline is None:
         raise UsageError(
             "--class is missing; name a pipeline of diffusers, such as --class "
-            "WanPipeline"
+            "WanPipeline, or PACKAGE.MODULE:CLASS"
         )
     check_read(settings)
     with Display(signals.check) as display:

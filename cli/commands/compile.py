@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,8 +24,10 @@ from tpuport.cli.asked.many_hosts import joined
 from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.variants import check_model, with_model
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import WeightsOn
+from tpuport.core.files.atomic import scratch_folder
 from tpuport.core.files.fingerprint import fingerprint_files, versions
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.stores import begun, ended
@@ -74,6 +75,7 @@ def compile_(
 
     Example: tpuport compile --topology v6e-8 --variant 5b --out programs
     """
+    signals.keep_nothing()
     found = _prepare_devices(topology, settings)
     if not settings.out:
         raise UsageError(
@@ -87,8 +89,8 @@ def compile_(
                 "--distributed and --coordinator out"
             )
         if not here().first:  # process 0 writes the folder, and all programs are equal
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            own = replace(own, out=folder)
+            folder = stack.enter_context(scratch_folder())
+            own = replace(own, out=str(folder))
         document = _compile(own, topology, found, stage)
         give_out(document, as_json=own.json, report=own.report)
 

@@ -10,7 +10,7 @@ from tpuport.cli.asked.options import command, flag
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.slices import Comparison, Offer, deadline_of, prices, topologies
 from tpuport.cli.runs.variants import check_model, with_model
-from tpuport.cli.shown import plan_text
+from tpuport.cli.shown import plan_text, signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import StageName
 from tpuport.core.files.run_record import STAGES
@@ -73,6 +73,7 @@ def plan(
             "--topology is missing; name a slice, such as --topology v6e-8; there are "
             f"{known_topologies()}"
         )
+    signals.keep_nothing()
     asked = topologies(topology, slices)
     costs, limit = prices(price or (), asked), deadline_of(deadline)
     comparing = len(asked) > 1 or bool(costs) or deadline is not None

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,19 +24,20 @@ from tpuport.cli.runs.planning import plan_run
 from tpuport.cli.runs.variants import resolved
 from tpuport.core.drive.compared import Compared, Pair
 from tpuport.core.enums import Dtype, StageName, denoises
-from tpuport.core.files.atomic import one_line
+from tpuport.core.files.atomic import one_line, scratch_folder
 from tpuport.core.files.folders import made_once
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology
 from tpuport.core.pipelines import small
 from tpuport.core.pipelines.call_arguments import PARAMETERS, arguments_of, as_arrays
 from tpuport.core.pipelines.folder import PipelineFolder
-from tpuport.core.pipelines.stand_in import write_random
+from tpuport.core.pipelines.stand_in import write_configs, write_random
 from tpuport.core.plan.losses import Loss, losses
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.source_scan import Finding, behind_the_door
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.seam.target import Target
+from tpuport.core.spec import outside
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import find_plugin, folder_of, plugin_for
@@ -47,6 +47,8 @@ _SMALL = {"num_inference_steps": 2, "strength": 1.0}
 _SIZE = {"height": 64, "width": 64, "num_frames": 9}
 #: Classes that begin with an image or a video, where ``None`` is upstream's default.
 _BEGINS_WITH = re.compile(r"(Image|Img|Video|I)(To|2)")
+#: Parameters of videos that steer: a pipeline that has one is for one.
+_CONTROLS = re.compile(r"^(control|conditioning)(s|_video|_frames)$")
 #: Bytes of weights of a folder that is run as it is.
 _FEW = 1 << 29
 #: Bytes of weights of a small pipeline that runs in minutes.
@@ -129,7 +131,7 @@ class Subject:
         plugin.check()
         variants = [one for one in plugin.variants.values() if one.configs]
         if not variants:
-            return cls(plugin=plugin, configs=small.of_class(plugin.pipelines[0]))
+            return cls(plugin=plugin, configs=small.of_class(plugin.first))
         built_in = [one for one in variants if not one.repo]
         configs = (built_in or variants)[0].read(folder_of(name))
         return cls(plugin=plugin, configs=configs, small=bool(built_in))
@@ -153,17 +155,21 @@ class Subject:
         as_it_is = self.small or self.folder is not None
         return self.configs if as_it_is else small.small(self.configs)
 
-    def made(self, settings: Settings, reporter: Reporter) -> PipelineFolder:
-        """The folder of the pipeline at a small size, with weights."""
+    def made(
+        self, settings: Settings, reporter: Reporter, *, weights: bool = True
+    ) -> PipelineFolder:
+        """The folder of the pipeline at a small size, with weights or without."""
         folder = self.folder
         if folder is None:
-            name = self.configs["model_index"]["_class_name"]
+            name = outside.name_of(self.configs["model_index"]["_class_name"])
             try:
                 made = self.as_small()
                 mark = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:8]
-                folder = cache_folder(settings.cache_dir) / "small" / f"{name}-{mark}"
+                write = write_random if weights else write_configs
+                folder = cache_folder(settings.cache_dir) / write.__name__[6:]
+                folder /= f"{name}-{mark}"
                 what = f"making {name} small in {folder}"
-                made_once(folder, lambda p: write_random(p, made), what, reporter.say)
+                made_once(folder, lambda p: write(p, made), what, reporter.say)
             except TpuportError:
                 raise
             except Exception as error:
@@ -284,8 +290,9 @@ def arguments(folder: PipelineFolder, settings: Settings) -> dict[str, Any]:
     with made_up(folder, settings) as media:
         offered: dict[str, Any] = {**_SMALL, **_size(folder), **media}
         names = folder.parameters.keys() - settings.options.keys()
+        options = offered.pop("options")
         known = {k: v for k, v in offered.items() if {*PARAMETERS[k]} & names}
-        asked = Settings(**known, options=settings.options)
+        asked = Settings(**known, options=options)
         found = {**arguments_of(folder, asked), **as_arrays(folder)}
     if "prompt" in folder.parameters:
         found["prompt"] = PROMPT
@@ -308,6 +315,13 @@ def _size(folder: PipelineFolder) -> dict[str, int]:
 def made_up(folder: PipelineFolder, settings: Settings) -> Iterator[dict[str, Any]]:
     """The image and the video that a call needs and no option names: their files."""
     takes, media, optional = folder.parameters, [], []
+    wanted = [
+        name
+        for name, one in takes.items()
+        if name not in settings.options
+        and (_CONTROLS.search(name) or (one.default is one.empty and "video" in name))
+        and name not in PARAMETERS["video"]
+    ]
     for kind in ("image", "video"):
         name = next((n for n in PARAMETERS[kind] if n in takes), None)
         if name is None or name in settings.options:
@@ -316,16 +330,18 @@ def made_up(folder: PipelineFolder, settings: Settings) -> Iterator[dict[str, An
             media.append(kind)
         elif takes[name].default is None:
             optional.append(kind)
-    if "strength" in takes or _BEGINS_WITH.search(folder.class_name):
+    begins = "strength" in takes or "prompt" not in takes
+    if begins or _BEGINS_WITH.search(folder.class_name):
         media = media or optional[:1]
-    with tempfile.TemporaryDirectory() as place:
+    with scratch_folder() as place:
         pixels = np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8)
-        files = [Path(place) / f"{number}.png" for number in range(len(pixels))]
+        files = [place / f"{number}.png" for number in range(len(pixels))]
         for file, picture in zip(files, pixels, strict=True):
-            if media:
+            if media or wanted:
                 Image.fromarray(picture).save(file)
-        names = {"image": str(files[0]), "video": place}
-        yield {kind: names[kind] for kind in media}
+        names = {"image": str(files[0]), "video": str(place)}
+        options = {**dict.fromkeys(wanted, str(place)), **settings.options}
+        yield {**{kind: names[kind] for kind in media}, "options": options}
 
 
 def _full(subject: Subject, name: str, settings: Settings) -> Settings | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import Subject, arguments
@@ -22,6 +23,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines import small
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import Reporter
+from tpuport.core.spec import outside
 from tpuport.errors import TpuportError, UsageError
 from tpuport.targets import general_target, place_for_port
 
@@ -76,7 +78,7 @@ LAYOUT = {{
 
 PLUGIN = ModelPlugin(
     "{name}",
-    claims="diffusers:{pipeline}",
+    claims="{claim}",
     # FILL IN: native="PACKAGE.native:FORM", a NativeForm, once `tpuport check` says
     # what loses time; docs/port-a-model.md shows one.
     modules={{{modules}}},
@@ -123,27 +125,28 @@ def new_package(
 
     Args:
         package: its name in Python.
-        pipeline: the class in diffusers.
+        pipeline: the class in diffusers, or "package.module:Class".
         out: a folder that is empty, or is not there.
     """
     cls = small.pipeline_class(pipeline)
     if settings.weights:
         subject = Subject.find(pipeline, settings, reporter)
-        found = subject.configs["model_index"].get("_class_name")
-        if found != pipeline:
+        found = outside.name_of(subject.configs["model_index"].get("_class_name"))
+        if found != cls.__name__:
             raise UsageError(
-                f"--weights {settings.weights} is of a {found}, not of {pipeline}"
+                f"--weights {settings.weights} is of a {found}, not of {cls.__name__}"
             )
     else:
         subject = Subject(plugin=None, configs=small.of_class(pipeline))
+    subject, rehearsal, changes = _ported(subject, settings, reporter)
     configs = subject.configs
     modules = [part for part in configs if denoises(part)]
-    rehearsal, changes = _ported(subject, settings, reporter)
     layout = {k: v for k, v in _SPLIT.items() if _fits(k, rehearsal)}
     words = {
         "name": name,
         "package": package,
         "pipeline": cls.__name__,
+        "claim": pipeline if ":" in pipeline else f"diffusers:{pipeline}",
         "repo": _repo(settings.weights),
         "layout": "".join(f'    r"{k}": {_tuple(v)},\n' for k, v in layout.items()),
         "modules": ", ".join(f'"{part}": Module(layout=LAYOUT)' for part in modules),
@@ -151,7 +154,7 @@ def new_package(
     }
     files = {
         "pyproject.toml": _PROJECT.format(**words),
-        f"{package}/__init__.py": f'"""{pipeline} on TPUs."""\n',
+        f"{package}/__init__.py": f'"""{cls.__name__} on TPUs."""\n',
         f"{package}/plugin.py": _PLUGIN.format(**words),
         f"{package}/small.json": small.as_text(subject.as_small()),
         f"{package}/full.json": small.as_text(configs),
@@ -163,38 +166,59 @@ def new_package(
 
 def _ported(
     subject: Subject, settings: Settings, reporter: Reporter
+) -> tuple[Subject, Rehearsal, dict[str, str]]:
+    """The pipeline ported at a small size, and the changes that ran with reasons.
+
+    Of a class that begins with pictures, the channels that it joins are found by trial:
+    the subject is with those.
+    """
+    tried = [subject]
+    if not settings.weights:
+        more = small.with_more_channels(subject.configs)
+        tried += [replace(subject, configs=configs) for configs in more]
+    failed: TpuportError | None = None
+    for one in tried:
+        folder = one.made(settings, reporter, weights=False)
+        given = arguments(folder, settings)
+        try:
+            return (one, *_rehearsed(folder, given, settings, reporter))
+        except TpuportError as error:
+            failed = failed or error
+        if not any(isinstance(value, Image | list) for value in given.values()):
+            break
+    assert failed is not None
+    _check_upstream(subject, settings, reporter)
+    raise failed
+
+
+def _rehearsed(
+    folder: PipelineFolder,
+    given: Mapping[str, Any],
+    settings: Settings,
+    reporter: Reporter,
 ) -> tuple[Rehearsal, dict[str, str]]:
-    """The pipeline ported at a small size, and the changes that ran with reasons."""
-    folder = subject.made(settings, reporter)
+    """A pipeline's call ported without weights, and the changes that ran."""
     placed = place_for_port(MeshSpec())
     target, ran = counting(general_target(placed, replace(settings, cache_dir=None)))
     pipeline = without_weights(folder, torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    given = arguments(folder, settings)
-    try:
-        with (
-            reporter.timed(f"porting {folder.class_name} at a small size"),
-            upstreams_errors(folder.class_name),
-        ):
-            found = rehearse(pipeline, target, given, Reporter())
-    except TpuportError:
-        _check_upstream(folder, given, settings, reporter)
-        raise
+    with (
+        reporter.timed(f"porting {folder.class_name} at a small size"),
+        upstreams_errors(folder.class_name),
+    ):
+        found = rehearse(pipeline, target, given, Reporter())
     known = {**{p.name: p.reason for p in target.patches}}
     known |= {one.name: one.reason for one in target.overrides}
     return found, {name: known[name] for name in known if ran[name]}
 
 
-def _check_upstream(
-    folder: PipelineFolder,
-    given: Mapping[str, Any],
-    settings: Settings,
-    reporter: Reporter,
-) -> None:
+def _check_upstream(subject: Subject, settings: Settings, reporter: Reporter) -> None:
     """Refuse a small pipeline that upstream's own code does not run.
 
     A missing package is no fault of the configs.
     """
+    folder = subject.made(settings, reporter)
+    given = arguments(folder, settings)
     pipeline = replace(folder, whole=folder.modules()).load(torch.float32, reporter)
     pipeline.set_progress_bar_config(disable=True)
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tpuport.core.files.atomic import scratch_folder
 from tpuport.core.files.run_lock import LOCK_FILE
 from tpuport.core.mesh.hosts import here
 
@@ -24,12 +24,12 @@ def copied_run() -> Iterator[Path]:
     """What process 0 sends, in a folder that goes with the block."""
     data = here().told(bytes)
     with (
-        tempfile.TemporaryDirectory(prefix="tpuport-run-") as folder,
+        scratch_folder("tpuport-run-") as folder,
         tarfile.open(fileobj=io.BytesIO(data)) as packed,
     ):
-        here().scratch = Path(folder)
+        here().scratch = folder
         packed.extractall(folder, filter="data")
-        yield Path(folder)
+        yield folder
 
 
 def _packed(folder: Path) -> bytes:

@@ -16,6 +16,7 @@ from tpuport.cli.shown.output import say
 from tpuport.core.enums import Backend
 from tpuport.core.files.folders import made_once
 from tpuport.core.reports import Reporter
+from tpuport.core.spec import outside
 from tpuport.core.spec.model_plugin import ModelPlugin, Published
 from tpuport.core.spec.run_settings import DEMO, read_value
 from tpuport.core.weights.hub import local_folder, read_index
@@ -68,7 +69,7 @@ def _known(settings: Settings) -> tuple[ModelPlugin | None, Mapping[str, Any]]:
     assert settings.weights is not None
     if (folder := local_folder(settings.weights)) is not None:
         _, index = read_index(folder)
-        return plugin or plugin_for(str(index.get("_class_name"))), index
+        return plugin or plugin_for(outside.name_of(index.get("_class_name"))), index
     source = str(settings.weights)
     for known in model_plugins():
         for one in known.variants.values():
@@ -192,15 +193,12 @@ def _variant(settings: Settings, plugin: ModelPlugin) -> tuple[str, Published]:
 def _class_of(settings: Settings, plugin: ModelPlugin, one: Published) -> Any:
     """The pipeline class that configs of a variant are run as; ``None`` without one."""
     import_libraries(Reporter())
-    import diffusers
-
     from tpuport.core.pipelines.call_arguments import media_of
     from tpuport.core.pipelines.folder import class_taking
 
     configs = configs_of(plugin, one)
     index, transformer = configs["model_index"], configs.get("transformer", {})
-    found = class_taking(plugin, index, transformer, media_of(settings))
-    return found and getattr(diffusers, found)
+    return class_taking(plugin, index, transformer, media_of(settings))
 
 
 def _with_defaults(

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from tpuport.core.files.atomic import remove_scratch
 from tpuport.core.mesh.hosts import here
 
 #: Signals that ask the program to end, and what a person reads.
@@ -38,6 +39,9 @@ _TWICE = 0.3
 #: Seconds after which other signals end a compile: a host that goes away waits 5 to 30.
 _PATIENCE = 4.0
 
+#: The same, of a command that has nothing to keep; after Ctrl-C too.
+_SOON = 1.0
+
 #: Functions in which Python prints an error and goes on.
 _FINALISERS = ("__del__", "_xla_gc_callback")
 
@@ -49,6 +53,8 @@ _received: signal.Signals | None = None
 _armed: list[signal.Signals] = []
 #: Whether a compile is under way, which hears no signal, and has nothing to be kept.
 _compiles: Callable[[], bool] = bool
+#: Whether the command has nothing to keep.
+_keeps_nothing = False
 #: The arguments of :func:`starting` while its block runs.
 _starting, _before = False, ""
 
@@ -102,6 +108,15 @@ def mind_compiles(under_way: Callable[[], bool]) -> None:
     """Tell how to see that a compile is under way; another thread asks."""
     global _compiles
     _compiles = under_way
+
+
+def keep_nothing() -> None:
+    """Tell that the command under way writes nothing that is to be kept in part.
+
+    Every signal ends the command at once, in a compile too.
+    """
+    global _keeps_nothing
+    _keeps_nothing = True
 
 
 def as_program(run: Callable[[], int]) -> int:
@@ -200,7 +215,9 @@ def _watch(seen: int) -> None:
     while numbers := os.read(seen, 64):
         for signum in set(numbers) & _WORDS.keys():
             now = time.monotonic()
-            if signum != signal.SIGINT:
+            if _keeps_nothing:
+                _after(_SOON, functools.partial(_end_anyway, signum))
+            elif signum != signal.SIGINT:
                 _after(_PATIENCE, functools.partial(_end_compile, signum))
             if first is None:
                 first = now
@@ -220,9 +237,15 @@ def _after(seconds: float, call: Callable[[], None]) -> None:
 def _end_compile(signum: int) -> None:
     """End the program in a compile. Files are whole, and checkpoints are written."""
     if _received is None and _compiles():
-        code, word = in_words(signal.Signals(signum))
-        os.write(2, f"{_cursor()}\n{word} in a compile\n".encode())
-        os._exit(code)
+        _end_anyway(signum, " in a compile")
+
+
+def _end_anyway(signum: int, where: str = "") -> None:
+    """End the program, which may be in a call that hears no signal."""
+    code, word = in_words(signal.Signals(signum))
+    remove_scratch()
+    os.write(2, f"{_cursor()}\n{word}{where}\n".encode())
+    os._exit(code)
 
 
 def _cursor() -> str:
@@ -230,7 +253,7 @@ def _cursor() -> str:
 
 
 def _say_when() -> None:
-    if _received is None:
+    if _received is None and not _keeps_nothing:
         os.write(2, b"\nending after the call under way; Ctrl-C ends at once\n")
 
 

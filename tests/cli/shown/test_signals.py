@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -232,6 +233,74 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", {2_000_000_000 if compiles else 4_000_00
     code, out, err = ended(body)
     assert (code, out) == (143, "")
     assert err.endswith("\nterminated in a compile\n" if compiles else "terminated\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_keeps_nothing_does_not_wait_for_a_call(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
+    """Its scratch folders go."""
+    body = f"""
+import hashlib, pathlib, threading
+from tpuport.core.files.atomic import scratch_folder
+
+signals._SOON = 0.2
+signals.keep_nothing()
+main, call = sys._getframe(), 0
+
+def first():
+    while main.f_lineno != call:
+        time.sleep(0.01)
+    send({int(signum)})
+
+with scratch_folder(place={str(tmp_path)!r}) as place:
+    (place / "file").touch()
+    threading.Thread(target=first, daemon=True).start()
+    call = main.f_lineno + 1
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
+"""
+    word = "interrupted" if signum == signal.SIGINT else "terminated"
+    assert ended(body) == (128 + signum, "", f"\n{word}\n")
+    assert [*tmp_path.iterdir()] == []
+
+
+#: A command whose import of the libraries hears no signal, as a compile.
+COMMAND = """
+import hashlib, os, signal, sys, threading
+from tpuport.cli.asked import environment
+from tpuport.cli.shown import signals
+
+def deaf(*_):
+    kill = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(0.1, kill).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
+
+environment.import_libraries = deaf
+signals._SOON = 0.2
+from tpuport.cli import main
+sys.argv = ["tpuport", {command}]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "wan", "--no-plan"),
+        ("new-model", "mine", "--class", "WanPipeline"),
+        ("plan", "--model", "wan", "--topology", "v6e-8"),
+        ("compile", "--model", "wan", "--topology", "cpu-1", "--out", "built"),
+    ],
+)
+def test_commands_that_only_compile_end_at_once(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    program = HEARD + COMMAND.format(command=", ".join(map(repr, command)))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (143, ["terminated"])
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_what_is_ignored_stays_ignored() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
 from tpuport import targets
 from tpuport.core.drive.changes_run import counting
-from tpuport.core.drive.compared import MOST, Pair, difference
+from tpuport.core.drive.compared import Pair
+from tpuport.core.drive.rounding import MOST
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target
@@ -108,11 +110,34 @@ def test_a_module_that_is_refused_is_told_by_line(
     assert "test_compared.py" in found.error
 
 
-def test_differences_count_shapes_and_nans() -> None:
-    one, nan = np.ones((2, 3), np.float32), np.full((2, 3), np.nan, np.float32)
-    assert difference([one], [one]) == difference([nan], [nan]) == 0
-    assert difference([one], [nan]) == difference([one], [one[:1]]) == float("inf")
-    assert difference([one * 100], [one * 101]) == pytest.approx(1 / 101)
+def scaled(block: Any) -> None:
+    """A weight is 0.5 % too large."""
+    block.ff.net[2].weight.data *= 1.005
+
+
+def wrong_eps(block: Any) -> None:
+    """A norm's eps is ten times as large."""
+    block.norm1.eps *= 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "part"), [(scaled, "ff.net.2 (Linear)"), (wrong_eps, "norm1 (RMSNorm)")]
+)
+def test_a_small_fault_in_one_block_is_named(
+    pair: Pair,
+    expected: list[np.ndarray],
+    fault: Callable[[Any], None],
+    part: str,
+) -> None:
+    """Over 10 s: as above. Of the whole call a wrong eps changes 2e-6."""
+    ours = copy.deepcopy(pair.ours)
+    fault(ours.transformer.transformer_blocks[1])
+    found = replace(pair, ours=ours).compare(target_with(None), expected)
+    assert found.first == "transformer"
+    assert found.part == f"transformer.transformer_blocks.1.{part}"
+    assert found.apart > 2 * found.allowed
+    if fault is wrong_eps:
+        assert found.calls["transformer"][1] < MOST / 10
 
 
 def test_a_copy_shares_no_tensor_and_no_list() -> None:

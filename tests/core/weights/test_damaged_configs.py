@@ -157,7 +157,8 @@ def test_upstreams_own_defaults_are_not_refused() -> None:
     nested = 0
     for name in dir(diffusers):
         cls = getattr(diffusers, name)
-        if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+        kinds = diffusers.ModelMixin, diffusers.SchedulerMixin
+        if not (isinstance(cls, type) and issubclass(cls, kinds)):
             continue
         defaults = {
             field: parameter.default

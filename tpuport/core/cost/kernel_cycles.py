@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -26,7 +25,7 @@ from typing import Any
 from tpuport.core.cost.hlo import Instruction
 from tpuport.core.cost.kernel_schedule import dump_flags
 from tpuport.core.cost.program_time import MXU, VECTOR, KernelCost
-from tpuport.core.files.atomic import one_line
+from tpuport.core.files.atomic import one_line, scratch_folder
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.slices import check_libtpu, compile_environment, smallest_of
 from tpuport.core.reports import Reporter
@@ -201,9 +200,9 @@ def kept_cost(
         cache.mkdir(parents=True, exist_ok=True)
         with (
             (reporter or Reporter()).timed(f"reading the schedule of {what}"),
-            tempfile.TemporaryDirectory(dir=cache) as temporary,
+            scratch_folder(place=cache) as temporary,
         ):
-            work = Path(temporary) / "kernel"
+            work = temporary / "kernel"
             (work / "schedule").mkdir(parents=True)
             (work / "request.json").write_text(text)
             _run_worker(work, request["chip"], what)

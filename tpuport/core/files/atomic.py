@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,30 @@ def new_folder(folder: Path) -> Iterator[Path]:
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+_scratch: set[Path] = set()
+
+
+@contextlib.contextmanager
+def scratch_folder(
+    prefix: str = "tpuport-", place: Path | None = None
+) -> Iterator[Path]:
+    """An empty folder that goes with the block, or with :func:`remove_scratch`."""
+    with tempfile.TemporaryDirectory(
+        prefix=prefix, dir=place, ignore_cleanup_errors=True
+    ) as name:
+        _scratch.add(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            _scratch.discard(Path(name))
+
+
+def remove_scratch() -> None:
+    """Remove all such folders of this process, which ends."""
+    for folder in [*_scratch]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def missing(folder: Path) -> list[Path]:

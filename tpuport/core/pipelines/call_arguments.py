@@ -38,7 +38,11 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 #: The fields that are the size of a video.
 _SIZE = ("num_frames", "height", "width")
 #: An option with one of these words in its name takes a file.
-_FILES = ("image", "video")
+_READ = {
+    "image": read_image,
+    **dict.fromkeys(("video", "frames", "controls"), read_video),
+}
+_FILES = tuple(_READ)
 #: Frames a second of a file whose pipeline has no such parameter: what
 #: ``diffusers.utils.export_to_video`` takes.
 FPS = 10.0
@@ -127,7 +131,7 @@ def size_of(given: Mapping[str, Any]) -> dict[str, int]:
 
 def media_of(asked: Asked) -> Media:
     """The image and the video that a call is given."""
-    fields = [one for one in _FILES if getattr(asked, one) is not None]
+    fields = [f for f in ("image", "video") if getattr(asked, f) is not None]
     return {field: PARAMETERS[field] for field in fields}
 
 
@@ -182,9 +186,8 @@ def _option(folder: PipelineFolder, name: str, value: Any) -> Any:
             f"--option {name}: {folder.class_name} has no such parameter; {hint}"
         )
     if isinstance(value, str):
-        for field in _FILES:
-            if field in name and Path(value).expanduser().exists():
-                read = {"image": read_image, "video": read_video}[field]
+        for word, read in _READ.items():
+            if word in name and Path(value).expanduser().exists():
                 return read(value, f"--option {name}")
         value = yaml.safe_load(value)
     return _typed(name, value, takes[name].annotation)

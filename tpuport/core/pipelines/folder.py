@@ -7,6 +7,7 @@ of its blocks say so for a modular pipeline.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stores import StorePath
 from tpuport.core.pipelines.loras import Lora, fuse
 from tpuport.core.reports import Reporter
+from tpuport.core.spec import outside
+from tpuport.core.spec.component import import_named
 from tpuport.core.weights.absent_packages import absent_packages, needs_of
 from tpuport.core.weights.checkpoint import SMALL_FILES, Checkpoint, patterns
 from tpuport.core.weights.configs import building
@@ -142,8 +145,9 @@ class PipelineFolder:
                 f"{flags}: {self.class_name} takes none, and the weights of "
                 f"{self.reference} are for no other class of {plugin.name} that does"
             )
-        reporter.say(f"{self.class_name}: run as {found}")
-        return replace(self, index={**self.index, "_class_name": found})
+        reporter.say(f"{self.class_name}: run as {found.__name__}")
+        named = plugin.entry_of(found.__name__)
+        return replace(self, index={**self.index, "_class_name": named})
 
     def fetched(self, reporter: Reporter, *, weights: bool = True) -> PipelineFolder:
         """The folder with all files that are read, of a plan without ``weights``."""
@@ -168,12 +172,16 @@ class PipelineFolder:
         found = self.index.get("_class_name")
         if found is None:
             raise WeightsError(f"{self._index} names no pipeline (_class_name)")
-        if not isinstance(found, str):
+        if isinstance(found, str):
+            return found
+        unknown = outside.claim_of(found) is None
+        if unknown or (self.folder / f"{found[0]}.py").exists():
             raise WeightsError(
                 f"{self._index} names the pipeline {quoted(found)}, which is code of "
-                "its own; tpuport runs classes of diffusers alone"
+                "its own; tpuport runs classes of diffusers, and those of installed "
+                "packages that a plugin claims"
             )
-        return found
+        return outside.name_of(found)
 
     @cached_property
     def pipeline_class(self) -> Any:
@@ -184,13 +192,17 @@ class PipelineFolder:
                 pipeline, or it needs a package that is not installed.
         """
         name, version = self.class_name, diffusers.__version__
-        found = getattr(diffusers, name, None)
+        entry = self.index["_class_name"]
+        found = getattr(diffusers, name, None) if entry == name else None
+        claim = outside.claim_of(entry) if found is None else None
+        if claim is not None:
+            found = import_named(claim)
         if found is None:
             known = [n for n in dir(diffusers) if n.endswith("Pipeline")]
             hint = did_you_mean(name, known, "install a diffusers that has the class")
             raise WeightsError(
                 f"{self._index} names the pipeline {name}, which diffusers {version} "
-                f"has not; {hint}"
+                f"has not, and no plugin claims; {hint}"
             )
         self._check_there(needs_of(found))
         kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
@@ -385,7 +397,8 @@ class PipelineFolder:
         if module is None:
             raise WeightsError(
                 f"{self._index} names {name} as {library}.{class_name}; tpuport runs "
-                "classes of diffusers and transformers alone"
+                "classes of diffusers and transformers, and of packages whose pipeline "
+                "a plugin claims"
             )
         try:
             found = getattr(module, class_name)
@@ -545,7 +558,9 @@ class PipelineFolder:
         )
 
     def _loaded(self, dtype: torch.dtype) -> Any:
-        if self.blocks is not None:
+        libraries = [library for library, _ in self.components().values()]
+        if self.blocks is not None or any(map(outside.may_import, libraries)):
+            # Upstream's loader takes no component of another package.
             parts = {name: self.part(name, dtype) for name in self.components()}
             return self.put_together(parts)
         how: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True}
@@ -587,6 +602,8 @@ def _value(text: str) -> Any:
 def library_named(name: str) -> Any:
     """The module whose classes an index names; ``None`` if there is none."""
     known = {"diffusers": diffusers, "transformers": transformers}
+    if outside.may_import(name):
+        return importlib.import_module(name)
     return known.get(name) or getattr(diffusers.pipelines, name, None)
 
 
@@ -609,7 +626,7 @@ def class_taking(
     index: Mapping[str, Any],
     config: Mapping[str, Any],
     given: Media,
-) -> str | None:
+) -> Any:
     """The claimed class that weights are for, and whose call takes what is given.
 
     Args:
@@ -620,13 +637,15 @@ def class_taking(
         ``None`` if there is no such class.
     """
     there = {n for n, one in index.items() if isinstance(one, list) and None not in one}
-    for name in dict.fromkeys((index["_class_name"], *plugin.pipelines)):
-        cls = getattr(diffusers, name)
+    classes = dict(zip(plugin.pipelines, plugin.classes, strict=True))
+    first = outside.name_of(index["_class_name"])
+    for name in dict.fromkeys((first, *classes)):
+        cls = classes.get(name) or getattr(diffusers, name)
         known = {*cls._get_signature_keys(cls)[0]}
         whole = known - {*cls._optional_components} <= there
         whole = whole and not any(map(denoises, there - known))
         if whole and takes(cls, given) and plugin.suits(name, config):
-            return str(name)
+            return cls
     return None
 
 

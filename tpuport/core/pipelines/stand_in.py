@@ -71,7 +71,7 @@ def write_configs(folder: Path, configs: Mapping[str, Any]) -> None:
     index = configs["model_index"]
     _write(folder / "model_index.json", index)
     for name, entry in index.items():
-        if not isinstance(entry, list) or None in entry:
+        if name.startswith("_") or not isinstance(entry, list) or None in entry:
             continue
         library, class_name = entry
         place = folder / name

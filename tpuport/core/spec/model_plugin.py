@@ -312,6 +312,21 @@ class ModelPlugin(Declared):
     def pipelines(self) -> tuple[str, ...]:
         return tuple(claim.partition(":")[2] for claim in self._claims)
 
+    def entry_of(self, pipeline: str) -> str | list[str]:
+        """What an index names a class by."""
+        own = (one.split(":") for one in self.outside if one.endswith(f":{pipeline}"))
+        return next(own, pipeline)
+
+    @property
+    def first(self) -> str:
+        """The first claimed class: its name in diffusers, else the claim."""
+        return self._claims[0].removeprefix("diffusers:")
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """The claims on classes that are not of diffusers."""
+        return tuple(one for one in self._claims if not one.startswith("diffusers:"))
+
     @property
     def classes(self) -> list[Any]:
         """The pipeline classes that are claimed, imported."""

@@ -203,7 +203,7 @@ def _range_problem(name: str, value: Any, default: Any) -> str:
     if type(value) not in (int, float):
         return ""
     if not math.isfinite(value):
-        return "it must be finite"
+        return "" if value == default else "it must be finite"
     plain = type(default) in (int, float)
     if name.endswith(("_id", "_ids")):
         return ""
