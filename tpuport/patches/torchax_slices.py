@@ -13,6 +13,7 @@ import torch
 
 from tpuport.core.tracing.context import current, tracing_now
 from tpuport.core.tracing.patching import Patch
+from tpuport.patches.constants import on_device
 from tpuport.patches.pairs import on_lanes, put_together
 
 #: Where a tensor keeps the parts that it was put together from.
@@ -54,7 +55,7 @@ def _every_nth(slices: Any, rank: int) -> tuple[int, int] | None:
     return (first, step) if step > 1 and 0 <= first < step else None
 
 
-def _write_box(
+def write_box(
     x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
 ) -> jax.Array:
     """``x`` with the box that starts at ``starts`` replaced, by concatenation."""
@@ -66,7 +67,7 @@ def _write_box(
     before = jax.lax.slice_in_dim(x, 0, start, axis=dim)
     inside = jax.lax.slice_in_dim(x, start, stop, axis=dim)
     after = jax.lax.slice_in_dim(x, stop, x.shape[dim], axis=dim)
-    parts = [before, _write_box(inside, value, starts, dim + 1), after]
+    parts = [before, write_box(inside, value, starts, dim + 1), after]
     return jnp.concatenate([p for p in parts if p.shape[dim]], axis=dim)
 
 
@@ -87,7 +88,7 @@ def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
     if box is None or 0 in box[1]:
         return None
     starts, sizes = box
-    return _write_box(x, jnp.broadcast_to(value, sizes).astype(x.dtype), starts)
+    return write_box(x, jnp.broadcast_to(value, sizes).astype(x.dtype), starts)
 
 
 def _parts_written(
@@ -147,6 +148,7 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     """Writing to a tensor itself."""
 
     def __setitem__(self: Any, key: Any, val: Any) -> None:
+        key, val = on_device(self._env, (key, val))
         value = val.jax() if hasattr(val, "jax") else val
         # Part after part is written: what was put together need not come apart again.
         array, known = vars(self).get(_PARTS, (None, None))
