@@ -87,7 +87,12 @@ def _by_torch(env: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _mixed(
-    original: Callable[..., Any], env: Any, func: Any, types: Any, args: Any, kwargs: Any
+    original: Callable[..., Any],
+    env: Any,
+    func: Any,
+    types: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """The call, with small tensors of the host that forward made as constants."""
     try:

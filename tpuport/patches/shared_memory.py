@@ -28,8 +28,10 @@ from tpuport.core.tracing.deferred_tensors import defer
 from tpuport.core.tracing.patching import Patch
 from tpuport.patches.strided import Strided
 
-#: Where a tensor keeps its place in a memory, and that its strides are unknown.
-_PLACE, _UNKNOWN = "_tpuport_place", "_tpuport_strides_unknown"
+#: Where a tensor keeps its place in a memory, and what it is a view of.
+_PLACE, _BASE = "_tpuport_place", "_tpuport_base"
+#: Says of a tensor that its strides are unknown.
+_UNKNOWN = "_tpuport_strides_unknown"
 
 #: Functions and methods that give a view or a copy, depending on strides.
 _PERHAPS_COPYING = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
@@ -67,23 +69,38 @@ class _Memory:
     """What some tensors share, as torch's storage.
 
     Attributes:
-        root: the tensor that the others are views of.
-        members: those that are still there, by their id.
+        members: the tensors, those among them that are still there.
         perhaps: memories that may be this one.
     """
 
-    __slots__ = ("__weakref__", "members", "perhaps", "root")
+    __slots__ = ("__weakref__", "_most", "_root", "members", "perhaps")
 
     def __init__(self, root: Any) -> None:
-        self.root = root
-        self.members: dict[int, weakref.ref[Any]] = {}
+        self._root = weakref.ref(root)
+        self.members: list[weakref.ref[Any]] = []
+        self._most = 32
         self.perhaps: list[weakref.ref[_Memory]] = []
 
-    def living(self) -> Iterator[Any]:
-        for reference in [*self.members.values()]:
-            tensor = reference()
-            if tensor is not None:
-                yield tensor
+    @property
+    def root(self) -> Any:
+        """The tensor that the others are views of; its views keep it alive."""
+        return self._root()
+
+    def replace_root(self, root: Any) -> None:
+        self._root = weakref.ref(root)
+        for tensor in self.living():
+            vars(tensor)[_BASE] = root
+
+    def living(self) -> list[Any]:
+        """The members, without what is no longer there."""
+        found = [(one, one()) for one in self.members]
+        self.members = [one for one, tensor in found if tensor is not None]
+        return [tensor for _, tensor in found if tensor is not None]
+
+    def add(self, tensor: Any) -> None:
+        self.members.append(weakref.ref(tensor))
+        if len(self.members) > self._most:
+            self._most = 2 * len(self.living()) + 32
 
     def doubt(self, other: _Memory) -> None:
         """Note that ``other``, and all that may be ``other``, may be this one."""
@@ -111,18 +128,21 @@ class _Place:
         """The tensor without numbers; ``None`` if torch cannot tell where it lies."""
         if self._meta is None:
             with _by_torch():
-                self._meta = self._made()
+                self._make()
         return self._meta if isinstance(self._meta, torch.Tensor) else None
 
-    def _made(self) -> Any:
+    def _make(self) -> Any:
+        if self._meta is not None:
+            return self._meta
         if self.parent is None:
             root = self.memory.root
-            return torch.empty(tuple(root.shape), dtype=root.dtype, device="meta")
-        before = self.parent.meta()
-        if before is None:
-            return False
-        found = self.step(before)
-        return found if _share(before, found) else False
+            shape, dtype = tuple(root.shape), root.dtype
+            self._meta = torch.empty(shape, dtype=dtype, device="meta")
+            return self._meta
+        before = self.parent._make()
+        found = before is not False and self.step(before)
+        self._meta = found if _share(before, found) else False
+        return self._meta
 
     def strided(self) -> Strided | None:
         meta = self.meta()
@@ -196,32 +216,36 @@ def _kind_of(func: Any, name: str) -> _Kind:
 
 
 @functools.cache
-def _classes() -> tuple[Any, Any]:
+def _is_kind(of: type) -> tuple[bool, bool]:
     from torchax.tensor import Tensor
     from torchax.view import View
 
-    return Tensor, View
+    return issubclass(of, Tensor | View), issubclass(of, View)
 
 
 def _is_array(value: Any) -> bool:
     """Whether a value is a tensor of torchax, or a slice of one."""
-    return isinstance(value, _classes())
+    return _is_kind(type(value))[0]
 
 
 def _is_slice(value: Any) -> bool:
-    return isinstance(value, _classes()[1])
+    return _is_kind(type(value))[1]
 
 
 def _join(tensor: Any, place: _Place) -> None:
-    members, key = place.memory.members, id(tensor)
-    members[key] = weakref.ref(tensor, lambda _: members.pop(key, None))
-    vars(tensor)[_PLACE] = place
+    place.memory.add(tensor)
+    kept = vars(tensor)
+    kept[_PLACE] = place
+    if place.parent is not None:
+        kept[_BASE] = place.memory.root
 
 
 def _leave(tensor: Any) -> None:
     place = vars(tensor).pop(_PLACE, None)
+    vars(tensor).pop(_BASE, None)
     if place is not None:
-        place.memory.members.pop(id(tensor), None)
+        members = place.memory.members
+        place.memory.members = [one for one in members if one() is not tensor]
 
 
 def _place_of(tensor: Any) -> _Place:
@@ -281,13 +305,13 @@ def _note_result(kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
     known, found = True, False
     for one in given:
         for part in one if isinstance(one, list | tuple) else (one,):
-            if isinstance(part, torch.Tensor) and _is_array(part):
+            if _is_array(part):
                 found = True
                 known = known and kind is not _Kind.OTHER and _strides_known(part)
     if not found or known:
         return
     for part in result if isinstance(result, list | tuple) else (result,):
-        own = isinstance(part, torch.Tensor) and _is_array(part) and not _is_slice(part)
+        own = _is_array(part) and not _is_slice(part)
         if own and part is not given[0]:
             vars(part)[_UNKNOWN] = True
 
@@ -343,9 +367,12 @@ def _turned(call: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
             vars(tensor)[_UNKNOWN] = True
         return result
     place.meta()
-    if place.memory.root is tensor:
-        place.memory.root = tensor._env.j2t_iso(tensor.jax())
+    root = place.memory.root
+    if root is tensor:
+        root = tensor._env.j2t_iso(tensor.jax())
+        place.memory.replace_root(root)
     _leave(tensor)
+    vars(tensor)[_BASE] = root
     result = call()
     functional = getattr(torch.ops.aten, _name(func)[:-1])
     step = _Step(functional, args[1:], kwargs, None)
@@ -427,17 +454,19 @@ def _written(tensor: Any, place: _Place) -> None:
         other = reference()
         for one in other.living() if other is not None else ():
             defer(one, _unreadable)
-    if len(memory.members) == 1 and memory.root is tensor:
+    members = [one for one in memory.living() if one is not tensor]
+    if not members and memory.root is tensor:
         return
     where = place.strided()
     if where is None:
-        for one in memory.living():
-            if one is not tensor:
-                defer(one, _unreadable)
+        for one in members:
+            defer(one, _unreadable)
         _leave(tensor)
         return
     value = jnp.broadcast_to(tensor.jax(), where.size)
-    whole = where.written(memory.root.jax(), value) if place.parent is not None else value
+    whole = (
+        where.written(memory.root.jax(), value) if place.parent is not None else value
+    )
     if whole is None:
         raise RuntimeError(
             "a write in place to a view that shows an element more than once: write to "
@@ -445,8 +474,8 @@ def _written(tensor: Any, place: _Place) -> None:
         )
     if memory.root is not tensor:
         _set(memory.root, whole)
-    for one in memory.living():
-        if one is tensor or one is memory.root:
+    for one in members:
+        if one is memory.root:
             continue
         other = vars(one)[_PLACE].strided()
         if other is None:
