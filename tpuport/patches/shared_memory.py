@@ -1,8 +1,8 @@
 """Views that torchax computes as copies, kept equal to what they are views of.
 
 A view keeps the tensor that it was made of, as in torch. Nothing else happens until one
-of those that share memory is written to: then all others get the new numbers. Where each
-one lies in the memory, torch itself says, by the strides of tensors without numbers.
+of those that share memory is written to: then the others get the new numbers. Where
+each one lies in the memory, torch itself says, by strides of tensors without numbers.
 
 Whether ``reshape``, ``flatten`` and ``contiguous`` copy depends on strides too. Arrays
 have none: tensors that enter a program count as contiguous, and so does what operators
@@ -61,7 +61,6 @@ class _Kind(Enum):
     MAKING = auto()
     KEEPING = auto()
     CONVERTING = auto()
-    COPYING_IN = auto()
     OTHER = auto()
 
 
@@ -198,7 +197,6 @@ def _kind_of(func: Any, name: str) -> _Kind:
         _Kind.PERHAPS_COPYING: _PERHAPS_COPYING,
         _Kind.TURNING: _TURNING,
         _Kind.MAKING: _MAKING,
-        _Kind.COPYING_IN: {"copy_"},
         _Kind.CONVERTING: {"to"},
         _Kind.KEEPING: _KEEPING,
     }
@@ -208,10 +206,9 @@ def _kind_of(func: Any, name: str) -> _Kind:
     if getattr(func, "is_view", False) or name == "tensor_split":
         return _Kind.VIEW
     packet = getattr(torch.ops.aten, name, None) if name else None
-    overloads = packet.overloads() if packet is not None else ()
-    pointwise = any(
-        torch.Tag.pointwise in getattr(packet, one).tags for one in overloads
-    )
+    known = isinstance(packet, torch._ops.OpOverloadPacket)
+    overloads = [getattr(packet, one) for one in packet.overloads()] if known else []
+    pointwise = any(torch.Tag.pointwise in one.tags for one in overloads)
     return _Kind.KEEPING if pointwise else _Kind.OTHER
 
 
@@ -355,29 +352,24 @@ def _copied(result: Any, source: Any) -> Any:
     return result
 
 
-def _turned(call: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
+def _turned(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
     """Change the dims of a tensor, which stays what it was for those that share it."""
-    tensor = args[0]
-    if not _is_array(tensor) or _is_slice(tensor):
-        return call()
-    place: _Place | None = vars(tensor).get(_PLACE)
-    if place is None:
-        result = call()
-        if _name(func) not in ("squeeze_", "unsqueeze_", "detach_"):
-            vars(tensor)[_UNKNOWN] = True
-        return result
+    place, env = _place_of(tensor), tensor._env
     place.meta()
     root = place.memory.root
+    before = env.j2t_iso(tensor.jax())
     if root is tensor:
-        root = tensor._env.j2t_iso(tensor.jax())
+        root = before
         place.memory.replace_root(root)
-    _leave(tensor)
-    vars(tensor)[_BASE] = root
-    result = call()
     functional = getattr(torch.ops.aten, _name(func)[:-1])
-    step = _Step(functional, args[1:], kwargs, None)
+    with env._dispatch_mode:
+        turned = functional(before, *args, **kwargs)
+    _leave(tensor)
+    tensor._elem = turned.jax()
+    step = _Step(functional, args, kwargs, None)
+    vars(tensor)[_BASE] = root
     _join(tensor, _Place(place.memory, place, step))
-    return result
+    return tensor
 
 
 def _converted(args: Any, kwargs: Any, result: Any) -> Any:
@@ -401,12 +393,8 @@ def _on_operator(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kind, kwargs = _kind(func), kwargs or {}
-        if kind is _Kind.COPYING_IN and args[1].shape != args[0].shape:
-            args = (args[0], args[1].expand(args[0].shape), *args[2:])
-        if kind is _Kind.TURNING:
-            return _turned(
-                lambda: original(self, func, types, args, kwargs), func, args, kwargs
-            )
+        if kind is _Kind.TURNING and _is_array(args[0]) and not _is_slice(args[0]):
+            return _turned(func, args[0], args[1:], kwargs)
         result = original(self, func, types, args, kwargs)
         _noted(kind, func, args, kwargs, result)
         return result
@@ -421,6 +409,8 @@ def _on_function(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kind, kwargs = _kind(func), kwargs or {}
+        if kind is _Kind.TURNING and _is_array(args[0]) and not _is_slice(args[0]):
+            return _turned(func, args[0], args[1:], kwargs)
         result = original(self, func, types, args, kwargs)
         if kind is _Kind.PERHAPS_COPYING:
             return _perhaps_copied(func, args, kwargs, result)
@@ -464,9 +454,9 @@ def _written(tensor: Any, place: _Place) -> None:
         _leave(tensor)
         return
     value = jnp.broadcast_to(tensor.jax(), where.size)
-    whole = (
-        where.written(memory.root.jax(), value) if place.parent is not None else value
-    )
+    whole: Any = value
+    if place.parent is not None:
+        whole = where.written(memory.root.jax(), value)
     if whole is None:
         raise RuntimeError(
             "a write in place to a view that shows an element more than once: write to "

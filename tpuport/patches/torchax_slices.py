@@ -167,6 +167,16 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     return __setitem__
 
 
+def _set_item_of_view(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Writing to a part of a view by a key that may have tensors."""
+
+    def __setitem__(self: Any, key: Any, val: Any) -> None:
+        key, val = on_device(self._env, (key, val))
+        original(self, self._env.t2j_iso(key), val)
+
+    return __setitem__
+
+
 def _look_up(original: Callable[..., Any]) -> Callable[..., Any]:
     """Which implementation an operator has."""
 
@@ -230,6 +240,7 @@ SLICE_ASSIGNMENT = tuple(
     for name, target, replacement in (
         ("tensor", "torchax.tensor:Tensor.__setitem__", _set_item),
         ("view", "torchax.view:NarrowInfo.update_tensor", _update_view),
+        ("part", "torchax.view:View.__setitem__", _set_item_of_view),
     )
 )
 """For any model that assigns to slices inside ``forward``."""
