@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval as pe
 import tpuport
 from tests.patches.tools import found_by, model_runtime, traced
 from tpuport.core.arrays import to_torch
-from tpuport.patches.standard import PATCHES
+from tpuport.patches.standard import OVERRIDES, PATCHES
 from tpuport.patches.strided import Strided
 
 Change = Callable[[torch.Tensor], Any]
@@ -121,7 +121,7 @@ def given_back(function: Callable[..., Any], *given: torch.Tensor) -> Any:
     def call(*given: torch.Tensor) -> Any:
         return [*given], function(*given)
 
-    return found_by(call, *given, patches=PATCHES)
+    return found_by(call, *given, patches=PATCHES, overrides=OVERRIDES)
 
 
 def agree(found: Any, expected: Any) -> None:

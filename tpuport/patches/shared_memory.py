@@ -39,6 +39,18 @@ _PERHAPS_COPYING = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
 _ORDERLY = {"alias", "detach", "expand", "narrow", "select", "slice", "split"}
 _ORDERLY |= {"split_with_sizes", "squeeze", "unbind", "unsqueeze", "view", "chunk"}
 _ORDERLY |= {"reshape", "flatten", "ravel", "contiguous", "__getitem__", "unflatten"}
+#: Functions that give views, where an override takes their place.
+_VIEWS = {"chunk", "expand", "permute", "select", "split", "squeeze", "tensor_split"}
+_VIEWS |= {
+    "transpose",
+    "unbind",
+    "unflatten",
+    "unsqueeze",
+    "view",
+    "narrow",
+    "diagonal",
+}
+_VIEWS |= {"movedim", "swapaxes", "t", "unfold", "view_as_complex", "view_as_real"}
 #: Operators that change the dims of a tensor and no number.
 _TURNING = {"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
 _TURNING |= {"detach_"}
@@ -203,30 +215,36 @@ def _kind_of(func: Any, name: str) -> _Kind:
     for kind, names in named.items():
         if name in names:
             return kind
-    if getattr(func, "is_view", False) or name == "tensor_split":
+    if getattr(func, "is_view", False) or name in _VIEWS:
         return _Kind.VIEW
-    packet = getattr(torch.ops.aten, name, None) if name else None
+    packet: Any = getattr(torch.ops.aten, name, None) if name else None
     known = isinstance(packet, torch._ops.OpOverloadPacket)
     overloads = [getattr(packet, one) for one in packet.overloads()] if known else []
     pointwise = any(torch.Tag.pointwise in one.tags for one in overloads)
     return _Kind.KEEPING if pointwise else _Kind.OTHER
 
 
-@functools.cache
-def _is_kind(of: type) -> tuple[bool, bool]:
-    from torchax.tensor import Tensor
-    from torchax.view import View
+_classes: dict[Any, tuple[bool, bool]] = {}
 
-    return issubclass(of, Tensor | View), issubclass(of, View)
+
+def _class_of(value: Any) -> tuple[bool, bool]:
+    """Whether a value is a tensor of torchax or a slice; whether it is a slice."""
+    kind: Any = type(value)
+    if kind not in _classes:
+        from torchax.tensor import Tensor
+        from torchax.view import View
+
+        _classes[kind] = issubclass(kind, Tensor | View), issubclass(kind, View)
+    return _classes[kind]
 
 
 def _is_array(value: Any) -> bool:
     """Whether a value is a tensor of torchax, or a slice of one."""
-    return _is_kind(type(value))[0]
+    return _class_of(value)[0]
 
 
 def _is_slice(value: Any) -> bool:
-    return _is_kind(type(value))[1]
+    return _class_of(value)[1]
 
 
 def _join(tensor: Any, place: _Place) -> None:
@@ -268,7 +286,7 @@ def _strides_known(tensor: Any) -> bool:
     """Whether the elements of a tensor come in the order of the memory, for sure."""
     while _is_slice(tensor):
         tensor = tensor.parent
-    place = vars(tensor).get(_PLACE)
+    place: _Place | None = vars(tensor).get(_PLACE)
     return _UNKNOWN not in vars(tensor) if place is None else place.orderly
 
 
@@ -310,7 +328,7 @@ def _note_result(kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
     for part in result if isinstance(result, list | tuple) else (result,):
         own = _is_array(part) and not _is_slice(part)
         if own and part is not given[0]:
-            vars(part)[_UNKNOWN] = True
+            setattr(part, _UNKNOWN, True)
 
 
 def _noted(kind: _Kind, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -330,8 +348,10 @@ def _perhaps_copied(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     if not (alone and _strides_known(source)) or "memory_format" in kwargs:
         place = _place_of(source)
         meta = place.meta()
-        with _by_torch():
-            found = None if meta is None else step(meta)
+        found: Any = None
+        if meta is not None:
+            with _by_torch():
+                found = step(meta)
         known = found is not None and _UNKNOWN not in vars(place.memory.root)
         if not known or not _share(meta, found):
             result = _copied(result, source)
@@ -374,7 +394,7 @@ def _turned(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
 
 def _converted(args: Any, kwargs: Any, result: Any) -> Any:
     """The result of ``to``: the tensor itself unless something changes."""
-    source = args[0] if args else None
+    source: Any = args[0] if args else None
     if not _is_array(source) or not _is_array(result):
         return result
     # to(device, dtype, non_blocking, copy): both flags by position is rare.
