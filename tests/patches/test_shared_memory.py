@@ -16,8 +16,8 @@ from jax.interpreters import partial_eval as pe
 import tpuport
 from tests.patches.tools import found_by, model_runtime, traced
 from tpuport.core.arrays import to_torch
+from tpuport.core.tracing.strided import Strided
 from tpuport.patches.standard import OVERRIDES, PATCHES
-from tpuport.patches.strided import Strided
 
 Change = Callable[[torch.Tensor], Any]
 

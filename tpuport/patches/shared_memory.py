@@ -1,56 +1,52 @@
 """Views that torchax computes as copies, kept equal to what they are views of.
 
-A view keeps the tensor that it was made of, as in torch. Nothing else happens until one
-of those that share memory is written to: then the others get the new numbers. Where
-each one lies in the memory, torch itself says, by strides of tensors without numbers.
-
-Whether ``reshape``, ``flatten`` and ``contiguous`` copy depends on strides too. Arrays
-have none: tensors that enter a program count as contiguous, and so does what operators
-make of such tensors, as far as :data:`_KEEPING` and :data:`_MAKING` know. Of others it
-is unknown whether the result is a copy. If one of the two is written to, the other
-cannot be read: reading is an error.
+Whether ``reshape``, ``flatten`` and ``contiguous`` copy depends on strides. Arrays have
+none: tensors that enter a program count as contiguous, and so does what operators make
+of such tensors, as far as :data:`_KEEPING` and :data:`_MAKING` know. Of others it is
+unknown whether the result is a copy. If one of the two is written to, the other cannot
+be read: reading is an error.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-import jax.numpy as jnp
 import torch
-from torch.utils import _mode_utils
 
-from tpuport.core.tracing.deferred_tensors import defer
 from tpuport.core.tracing.patching import Patch
-from tpuport.patches.strided import Strided
-
-#: Where a tensor keeps its place in a memory, and what it is a view of.
-_PLACE, _BASE = "_tpuport_place", "_tpuport_base"
-#: Says of a tensor that its strides are unknown.
-_UNKNOWN = "_tpuport_strides_unknown"
+from tpuport.patches.memories import (
+    BASE,
+    PLACE,
+    UNKNOWN,
+    Place,
+    Step,
+    by_torch,
+    is_array,
+    is_slice,
+    join,
+    leave,
+    name_of,
+    place_of,
+    share,
+    strides_known,
+    written,
+)
 
 #: Functions and methods that give a view or a copy, depending on strides.
 _PERHAPS_COPYING = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
-#: Views whose elements come in the order of the memory.
-_ORDERLY = {"alias", "detach", "expand", "narrow", "select", "slice", "split"}
-_ORDERLY |= {"split_with_sizes", "squeeze", "unbind", "unsqueeze", "view", "chunk"}
-_ORDERLY |= {"reshape", "flatten", "ravel", "contiguous", "__getitem__", "unflatten"}
 #: Functions that give views, where an override takes their place.
 _VIEWS = {"chunk", "expand", "permute", "select", "split", "squeeze", "tensor_split"}
+_VIEWS |= {"transpose", "unbind", "unflatten", "unsqueeze", "view", "narrow", "t"}
 _VIEWS |= {
-    "transpose",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-    "view",
-    "narrow",
+    "movedim",
+    "swapaxes",
     "diagonal",
+    "unfold",
+    "view_as_complex",
+    "view_as_real",
 }
-_VIEWS |= {"movedim", "swapaxes", "t", "unfold", "view_as_complex", "view_as_real"}
 #: Operators that change the dims of a tensor and no number.
 _TURNING = {"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
 _TURNING |= {"detach_"}
@@ -76,123 +72,6 @@ class _Kind(Enum):
     OTHER = auto()
 
 
-class _Memory:
-    """What some tensors share, as torch's storage.
-
-    Attributes:
-        members: the tensors, those among them that are still there.
-        perhaps: memories that may be this one.
-    """
-
-    __slots__ = ("__weakref__", "_most", "_root", "members", "perhaps")
-
-    def __init__(self, root: Any) -> None:
-        self._root = weakref.ref(root)
-        self.members: list[weakref.ref[Any]] = []
-        self._most = 32
-        self.perhaps: list[weakref.ref[_Memory]] = []
-
-    @property
-    def root(self) -> Any:
-        """The tensor that the others are views of; its views keep it alive."""
-        return self._root()
-
-    def replace_root(self, root: Any) -> None:
-        self._root = weakref.ref(root)
-        for tensor in self.living():
-            vars(tensor)[_BASE] = root
-
-    def living(self) -> list[Any]:
-        """The members, without what is no longer there."""
-        found = [(one, one()) for one in self.members]
-        self.members = [one for one, tensor in found if tensor is not None]
-        return [tensor for _, tensor in found if tensor is not None]
-
-    def add(self, tensor: Any) -> None:
-        self.members.append(weakref.ref(tensor))
-        if len(self.members) > self._most:
-            self._most = 2 * len(self.living()) + 32
-
-    def doubt(self, other: _Memory) -> None:
-        """Note that ``other``, and all that may be ``other``, may be this one."""
-        for one in (*other.perhaps, weakref.ref(other)):
-            found = one()
-            if found is not None:
-                self.perhaps.append(one)
-                found.perhaps.append(weakref.ref(self))
-
-
-class _Place:
-    """Where a tensor is in a memory: by a step from another one; the root by none."""
-
-    __slots__ = ("_meta", "memory", "orderly", "parent", "step")
-
-    def __init__(self, memory: _Memory, parent: _Place | None, step: Any) -> None:
-        self.memory, self.parent, self.step = memory, parent, step
-        if parent is None:
-            self.orderly = _UNKNOWN not in vars(memory.root)
-        else:
-            self.orderly = parent.orderly and step.name in _ORDERLY
-        self._meta: Any = None
-
-    def meta(self) -> torch.Tensor | None:
-        """The tensor without numbers; ``None`` if torch cannot tell where it lies."""
-        if self._meta is None:
-            with _by_torch():
-                self._make()
-        return self._meta if isinstance(self._meta, torch.Tensor) else None
-
-    def _make(self) -> Any:
-        if self._meta is not None:
-            return self._meta
-        if self.parent is None:
-            root = self.memory.root
-            shape, dtype = tuple(root.shape), root.dtype
-            self._meta = torch.empty(shape, dtype=dtype, device="meta")
-            return self._meta
-        before = self.parent._make()
-        found = before is not False and self.step(before)
-        self._meta = found if _share(before, found) else False
-        return self._meta
-
-    def strided(self) -> Strided | None:
-        meta = self.meta()
-        return None if meta is None else Strided.of(meta)
-
-
-class _Step:
-    """An operator that makes a view."""
-
-    __slots__ = ("args", "func", "index", "kwargs", "name")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, index: int | None) -> None:
-        self.func, self.args, self.kwargs, self.index = func, args, kwargs, index
-        self.name = _name(func)
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        try:
-            found = self.func(tensor, *self.args, **self.kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return None  # an argument with numbers of the program, say
-        return found if self.index is None else found[self.index]
-
-
-@contextlib.contextmanager
-def _by_torch() -> Iterator[None]:
-    with _mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
-
-
-def _share(one: Any, other: Any) -> bool:
-    if not isinstance(other, torch.Tensor) or one.dtype != other.dtype:
-        return False
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", "").partition(".")[0]
-
-
 _kinds: dict[Any, _Kind] = {}
 
 
@@ -200,7 +79,7 @@ def _kind(func: Any) -> _Kind:
     """What an operator is to those that share memory."""
     found = _kinds.get(func)
     if found is None:
-        found = _kinds[func] = _kind_of(func, _name(func))
+        found = _kinds[func] = _kind_of(func, name_of(func))
     return found
 
 
@@ -224,72 +103,6 @@ def _kind_of(func: Any, name: str) -> _Kind:
     return _Kind.KEEPING if pointwise else _Kind.OTHER
 
 
-_classes: dict[Any, tuple[bool, bool]] = {}
-
-
-def _class_of(value: Any) -> tuple[bool, bool]:
-    """Whether a value is a tensor of torchax or a slice; whether it is a slice."""
-    kind: Any = type(value)
-    if kind not in _classes:
-        from torchax.tensor import Tensor
-        from torchax.view import View
-
-        _classes[kind] = issubclass(kind, Tensor | View), issubclass(kind, View)
-    return _classes[kind]
-
-
-def _is_array(value: Any) -> bool:
-    """Whether a value is a tensor of torchax, or a slice of one."""
-    return _class_of(value)[0]
-
-
-def _is_slice(value: Any) -> bool:
-    return _class_of(value)[1]
-
-
-def _join(tensor: Any, place: _Place) -> None:
-    place.memory.add(tensor)
-    kept = vars(tensor)
-    kept[_PLACE] = place
-    if place.parent is not None:
-        kept[_BASE] = place.memory.root
-
-
-def _leave(tensor: Any) -> None:
-    place = vars(tensor).pop(_PLACE, None)
-    vars(tensor).pop(_BASE, None)
-    if place is not None:
-        members = place.memory.members
-        place.memory.members = [one for one in members if one() is not tensor]
-
-
-def _place_of(tensor: Any) -> _Place:
-    """The place of a tensor or of a slice, in the memory of its own or of others."""
-    if _is_slice(tensor):
-        place = _place_of(tensor.parent)
-        return _Place(place.memory, place, _step_of(tensor.view_info))
-    found: _Place | None = vars(tensor).get(_PLACE)
-    if found is None:
-        found = _Place(_Memory(tensor), None, None)
-        _join(tensor, found)
-    return found
-
-
-def _step_of(info: Any) -> _Step:
-    """How torch makes a slice, or the view of a slice."""
-    if hasattr(info, "slices"):
-        return _Step(torch.Tensor.__getitem__, (info.slices,), {}, None)
-    return _Step(torch.Tensor.view, (info.shape,), {}, None)
-
-
-def _strides_known(tensor: Any) -> bool:
-    """Whether the elements of a tensor come in the order of the memory, for sure."""
-    while _is_slice(tensor):
-        tensor = tensor.parent
-    place: _Place | None = vars(tensor).get(_PLACE)
-    return _UNKNOWN not in vars(tensor) if place is None else place.orderly
-
-
 def _source(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """What a view is made of, and the other arguments."""
     if args:
@@ -300,16 +113,16 @@ def _source(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 def _note_view(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     source, args, kwargs = _source(args, kwargs)
-    if not _is_array(source):
+    if not is_array(source):
         return
     several = isinstance(result, list | tuple)
     for index, part in enumerate(result) if several else [(None, result)]:
-        if part is source or not _is_array(part) or _is_slice(part):
+        if part is source or not is_array(part) or is_slice(part):
             continue
-        if _PLACE not in vars(part):
-            place = _place_of(source)
-            step = _Step(func, args, kwargs, index)
-            _join(part, _Place(place.memory, place, step))
+        if PLACE not in vars(part):
+            place = place_of(source)
+            step = Step(func, args, kwargs, index)
+            join(part, Place(place.memory, place, step))
 
 
 def _note_result(kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
@@ -320,15 +133,15 @@ def _note_result(kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
     known, found = True, False
     for one in given:
         for part in one if isinstance(one, list | tuple) else (one,):
-            if _is_array(part):
+            if is_array(part):
                 found = True
-                known = known and kind is not _Kind.OTHER and _strides_known(part)
+                known = known and kind is not _Kind.OTHER and strides_known(part)
     if not found or known:
         return
     for part in result if isinstance(result, list | tuple) else (result,):
-        own = _is_array(part) and not _is_slice(part)
+        own = is_array(part) and not is_slice(part)
         if own and part is not given[0]:
-            setattr(part, _UNKNOWN, True)
+            setattr(part, UNKNOWN, True)
 
 
 def _noted(kind: _Kind, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -341,24 +154,24 @@ def _noted(kind: _Kind, func: Any, args: Any, kwargs: Any, result: Any) -> None:
 def _perhaps_copied(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """The result of ``reshape`` and the like: a view or a copy, as in torch."""
     source, args, kwargs = _source(args, kwargs)
-    if not _is_array(source) or not _is_array(result):
+    if not is_array(source) or not is_array(result):
         return result
-    step = _Step(func, args, kwargs, None)
-    alone = not _is_slice(source) and _PLACE not in vars(source)
-    if not (alone and _strides_known(source)) or "memory_format" in kwargs:
-        place = _place_of(source)
+    step = Step(func, args, kwargs, None)
+    alone = not is_slice(source) and PLACE not in vars(source)
+    if not (alone and strides_known(source)) or "memory_format" in kwargs:
+        place = place_of(source)
         meta = place.meta()
         found: Any = None
         if meta is not None:
-            with _by_torch():
+            with by_torch():
                 found = step(meta)
-        known = found is not None and _UNKNOWN not in vars(place.memory.root)
-        if not known or not _share(meta, found):
+        known = found is not None and UNKNOWN not in vars(place.memory.root)
+        if not known or not share(meta, found):
             result = _copied(result, source)
-            if not known:
-                _place_of(result).memory.doubt(place.memory)
             if not known or not found.is_contiguous():
-                vars(result)[_UNKNOWN] = True
+                vars(result)[UNKNOWN] = True
+            if not known:
+                place_of(result).memory.doubt(place.memory)
             return result
     _note_view(func, (source, *args), kwargs, result)
     return result
@@ -368,41 +181,41 @@ def _copied(result: Any, source: Any) -> Any:
     """``result`` with a memory of its own."""
     if result is source:
         return source._env.j2t_iso(source.jax())
-    _leave(result)
+    leave(result)
     return result
 
 
 def _turned(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
     """Change the dims of a tensor, which stays what it was for those that share it."""
-    place, env = _place_of(tensor), tensor._env
+    place, env = place_of(tensor), tensor._env
     place.meta()
     root = place.memory.root
     before = env.j2t_iso(tensor.jax())
     if root is tensor:
         root = before
         place.memory.replace_root(root)
-    functional = getattr(torch.ops.aten, _name(func)[:-1])
+    functional = getattr(torch.ops.aten, name_of(func)[:-1])
     with env._dispatch_mode:
         turned = functional(before, *args, **kwargs)
-    _leave(tensor)
+    leave(tensor)
     tensor._elem = turned.jax()
-    step = _Step(functional, args, kwargs, None)
-    vars(tensor)[_BASE] = root
-    _join(tensor, _Place(place.memory, place, step))
+    step = Step(functional, args, kwargs, None)
+    vars(tensor)[BASE] = root
+    join(tensor, Place(place.memory, place, step))
     return tensor
 
 
 def _converted(args: Any, kwargs: Any, result: Any) -> Any:
     """The result of ``to``: the tensor itself unless something changes."""
     source: Any = args[0] if args else None
-    if not _is_array(source) or not _is_array(result):
+    if not is_array(source) or not is_array(result):
         return result
     # to(device, dtype, non_blocking, copy): both flags by position is rare.
     flags = [one for one in args[1:] if isinstance(one, bool)]
     copied = kwargs.get("copy", len(flags) > 1 and flags[1])
     if copied or kwargs.get("memory_format") is torch.channels_last:
         return _copied(result, source)
-    same = _is_slice(source) and result.dtype == source.dtype
+    same = is_slice(source) and result.dtype == source.dtype
     return source if same else result
 
 
@@ -413,7 +226,7 @@ def _on_operator(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kind, kwargs = _kind(func), kwargs or {}
-        if kind is _Kind.TURNING and _is_array(args[0]) and not _is_slice(args[0]):
+        if kind is _Kind.TURNING and is_array(args[0]) and not is_slice(args[0]):
             return _turned(func, args[0], args[1:], kwargs)
         result = original(self, func, types, args, kwargs)
         _noted(kind, func, args, kwargs, result)
@@ -429,7 +242,7 @@ def _on_function(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kind, kwargs = _kind(func), kwargs or {}
-        if kind is _Kind.TURNING and _is_array(args[0]) and not _is_slice(args[0]):
+        if kind is _Kind.TURNING and is_array(args[0]) and not is_slice(args[0]):
             return _turned(func, args[0], args[1:], kwargs)
         result = original(self, func, types, args, kwargs)
         if kind is _Kind.PERHAPS_COPYING:
@@ -450,64 +263,11 @@ def _on_set(original: Callable[..., Any]) -> Callable[..., Any]:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         original(self, name, value)
         if name == "_elem":
-            place = self.__dict__.get(_PLACE)
+            place = self.__dict__.get(PLACE)
             if place is not None:
-                _written(self, place)
+                written(self, place)
 
     return __setattr__
-
-
-def _written(tensor: Any, place: _Place) -> None:
-    """Hand what was written to a tensor on to all that share its memory."""
-    memory = place.memory
-    for reference in memory.perhaps:
-        other = reference()
-        for one in other.living() if other is not None else ():
-            defer(one, _unreadable)
-    members = [one for one in memory.living() if one is not tensor]
-    if not members and memory.root is tensor:
-        return
-    where = place.strided()
-    if where is None:
-        for one in members:
-            defer(one, _unreadable)
-        _leave(tensor)
-        return
-    value = jnp.broadcast_to(tensor.jax(), where.size)
-    whole: Any = value
-    if place.parent is not None:
-        whole = where.written(memory.root.jax(), value)
-    if whole is None:
-        raise RuntimeError(
-            "a write in place to a view that shows an element more than once: write to "
-            "a clone()"
-        )
-    if memory.root is not tensor:
-        _set(memory.root, whole)
-    for one in members:
-        if one is memory.root:
-            continue
-        other = vars(one)[_PLACE].strided()
-        if other is None:
-            defer(one, _unreadable)
-        elif not other.apart(where, whole.size):
-            _set(one, other.read(whole))
-
-
-def _set(tensor: Any, value: Any) -> None:
-    """Give a tensor its numbers without telling others."""
-    place = vars(tensor).pop(_PLACE, None)
-    tensor._elem = value
-    if place is not None:
-        vars(tensor)[_PLACE] = place
-
-
-def _unreadable() -> Any:
-    raise RuntimeError(
-        "reads a tensor after a write in place to a tensor that may share its memory "
-        "in torch, by reshape, flatten, contiguous or another dtype: write to view() "
-        "or to clone()"
-    )
 
 
 def _detached(original: Callable[..., Any]) -> Callable[..., Any]:

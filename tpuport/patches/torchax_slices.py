@@ -13,6 +13,7 @@ import torch
 
 from tpuport.core.tracing.context import current, tracing_now
 from tpuport.core.tracing.patching import Patch
+from tpuport.core.tracing.strided import write_box
 from tpuport.patches.constants import on_device
 from tpuport.patches.pairs import on_lanes, put_together
 
@@ -53,22 +54,6 @@ def _every_nth(slices: Any, rank: int) -> tuple[int, int] | None:
         return None
     first, step = last.start or 0, last.step or 1
     return (first, step) if step > 1 and 0 <= first < step else None
-
-
-def write_box(
-    x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
-) -> jax.Array:
-    """``x`` with the box that starts at ``starts`` replaced, by concatenation."""
-    while dim < x.ndim and value.shape[dim] == x.shape[dim]:
-        dim += 1
-    if dim == x.ndim:
-        return value
-    start, stop = starts[dim], starts[dim] + value.shape[dim]
-    before = jax.lax.slice_in_dim(x, 0, start, axis=dim)
-    inside = jax.lax.slice_in_dim(x, start, stop, axis=dim)
-    after = jax.lax.slice_in_dim(x, stop, x.shape[dim], axis=dim)
-    parts = [before, write_box(inside, value, starts, dim + 1), after]
-    return jnp.concatenate([p for p in parts if p.shape[dim]], axis=dim)
 
 
 def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:

@@ -12,7 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.patches.torchax_slices import write_box
+
+def write_box(
+    x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
+) -> jax.Array:
+    """``x`` with the box that starts at ``starts`` replaced, by concatenation."""
+    while dim < x.ndim and value.shape[dim] == x.shape[dim]:
+        dim += 1
+    if dim == x.ndim:
+        return value
+    start, stop = starts[dim], starts[dim] + value.shape[dim]
+    before = jax.lax.slice_in_dim(x, 0, start, axis=dim)
+    inside = jax.lax.slice_in_dim(x, start, stop, axis=dim)
+    after = jax.lax.slice_in_dim(x, stop, x.shape[dim], axis=dim)
+    parts = [before, write_box(inside, value, starts, dim + 1), after]
+    return jnp.concatenate([p for p in parts if p.shape[dim]], axis=dim)
 
 
 @dataclass(frozen=True, slots=True)
