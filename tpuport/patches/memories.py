@@ -186,6 +186,22 @@ def leave(tensor: Any) -> None:
         place.memory.members = [one for one in members if one() is not tensor]
 
 
+def part(tensor: Any) -> Any:
+    """Take a tensor out of its memory, which keeps the numbers.
+
+    Returns:
+        the root of the memory.
+    """
+    place = place_of(tensor)
+    place.meta()
+    root = place.memory.root
+    if root is tensor:
+        root = tensor._env.j2t_iso(tensor.jax())
+        place.memory.replace_root(root)
+    leave(tensor)
+    return root
+
+
 def place_of(tensor: Any) -> Place:
     """The place of a tensor or of a slice, in the memory of its own or of others."""
     if is_slice(tensor):

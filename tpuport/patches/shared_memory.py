@@ -28,6 +28,7 @@ from tpuport.patches.memories import (
     join,
     leave,
     name_of,
+    part,
     place_of,
     share,
     strides_known,
@@ -188,19 +189,13 @@ def _copied(result: Any, source: Any) -> Any:
 def _turned(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
     """Change the dims of a tensor, which stays what it was for those that share it."""
     place, env = place_of(tensor), tensor._env
-    place.meta()
-    root = place.memory.root
-    before = env.j2t_iso(tensor.jax())
-    if root is tensor:
-        root = before
-        place.memory.replace_root(root)
+    root = part(tensor)
     functional = getattr(torch.ops.aten, name_of(func)[:-1])
     with env._dispatch_mode:
-        turned = functional(before, *args, **kwargs)
-    leave(tensor)
+        turned = functional(env.j2t_iso(tensor.jax()), *args, **kwargs)
     tensor._elem = turned.jax()
-    step = Step(functional, args, kwargs, None)
     vars(tensor)[BASE] = root
+    step = Step(functional, args, kwargs, None)
     join(tensor, Place(place.memory, place, step))
     return tensor
 
@@ -279,6 +274,19 @@ def _detached(original: Callable[..., Any]) -> Callable[..., Any]:
     return detach
 
 
+def _data(original: Any) -> property:
+    """What is assigned to ``data`` takes the tensor out of its memory."""
+
+    def assign(self: Any, other: Any) -> None:
+        part(self)
+        self._elem = other.jax()
+        place = place_of(other)
+        alias = Step(torch.Tensor.detach, (), {}, None)
+        join(self, Place(place.memory, place, alias))
+
+    return property(lambda self: self, assign)
+
+
 def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     """``torch.Tensor.flatten``, by torch."""
     return torch._C.TensorBase.flatten(self, start_dim, end_dim)
@@ -300,6 +308,7 @@ SHARED_MEMORY = tuple(
         ("function", "XLAFunctionMode.__torch_function__", _on_function, True),
         ("written", "Tensor.__setattr__", _on_set, True),
         ("detach", "Tensor.detach", _detached, True),
+        ("data", "Tensor.data", _data, True),
         ("flatten", "Tensor.flatten", flatten, False),
     )
 )
