@@ -236,10 +236,21 @@ def by_contiguous_operators(x: torch.Tensor) -> Any:
     return h, flat
 
 
-@pytest.mark.parametrize(
-    "change",
-    [in_loops, dims_in_place, smaller, after_the_base, by_contiguous_operators],
-)
+def data_assigned(x: torch.Tensor) -> Any:
+    x = x + 0
+    view, other = x.view(-1), x * 2
+    x.data = other
+    view[:9] -= 1
+    x[0] *= 3
+    other[1].zero_()
+    return x, view, other
+
+
+IN_PLACE = [in_loops, dims_in_place, smaller, after_the_base, data_assigned]
+IN_PLACE += [by_contiguous_operators]
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
 def test_code_that_writes_in_place_is_exact(change: Callable[..., Any]) -> None:
     x = torch.arange(144.0).reshape(4, 6, 6).remainder(7)
     found = given_back(change, x)[1]

@@ -186,7 +186,7 @@ def leave(tensor: Any) -> None:
         place.memory.members = [one for one in members if one() is not tensor]
 
 
-def part(tensor: Any) -> Any:
+def taken_out(tensor: Any) -> Any:
     """Take a tensor out of its memory, which keeps the numbers.
 
     Returns:

@@ -28,10 +28,10 @@ from tpuport.patches.memories import (
     join,
     leave,
     name_of,
-    part,
     place_of,
     share,
     strides_known,
+    taken_out,
     written,
 )
 
@@ -189,7 +189,7 @@ def _copied(result: Any, source: Any) -> Any:
 def _turned(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
     """Change the dims of a tensor, which stays what it was for those that share it."""
     place, env = place_of(tensor), tensor._env
-    root = part(tensor)
+    root = taken_out(tensor)
     functional = getattr(torch.ops.aten, name_of(func)[:-1])
     with env._dispatch_mode:
         turned = functional(env.j2t_iso(tensor.jax()), *args, **kwargs)
@@ -278,7 +278,7 @@ def _data(original: Any) -> property:
     """What is assigned to ``data`` takes the tensor out of its memory."""
 
     def assign(self: Any, other: Any) -> None:
-        part(self)
+        taken_out(self)
         self._elem = other.jax()
         place = place_of(other)
         alias = Step(torch.Tensor.detach, (), {}, None)
