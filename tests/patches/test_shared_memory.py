@@ -363,3 +363,58 @@ def test_strides_say_where_a_view_lies() -> None:
         expected = whole.clone()
         expected.as_strided(size, stride, offset).copy_(value)
         assert torch.equal(to_torch(written), expected)
+
+
+def to_a_transpose(x: torch.Tensor) -> torch.Tensor:
+    x = x + 0
+    x.transpose(0, 1).add_(1)
+    return x
+
+
+def to_a_contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    x = x + 0
+    x.transpose(0, 1).contiguous().add_(1)
+    return x
+
+
+def to_what_is_detached(x: torch.Tensor) -> torch.Tensor:
+    x = x + 0
+    x.detach().add_(1)
+    return x
+
+
+def to_what_is_flat(x: torch.Tensor) -> torch.Tensor:
+    x = x + 0
+    x.flatten()[3] = 7
+    return x
+
+
+def by_an_index_into_a_slice(x: torch.Tensor) -> torch.Tensor:
+    x = x + 0
+    x[1][torch.tensor([1, 3])] = 7
+    return x
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("torchax-shared-memory-operator", to_a_transpose),
+        ("torchax-shared-memory-function", to_a_contiguous_copy),
+        ("torchax-shared-memory-written", to_a_transpose),
+        ("torchax-shared-memory-detach", to_what_is_detached),
+        ("torchax-shared-memory-data", data_assigned),
+        ("torchax-shared-memory-flatten", to_what_is_flat),
+        ("torchax-slice-assignment-part", by_an_index_into_a_slice),
+    ],
+)
+def test_each_patch_is_needed(name: str, change: Callable[..., Any]) -> None:
+    agrees_with_torch(change, start())
+    patches = [one for one in PATCHES if one.name != name]
+    assert len(patches) == len(PATCHES) - 1
+    try:
+        found = found_by(change, start(), patches=patches, overrides=OVERRIDES)
+    except IndexError:
+        return  # of the tensor of the host
+    wanted = change(start())
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    assert not all(torch.equal(one, other) for one, other in pairs)
