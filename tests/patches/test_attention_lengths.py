@@ -1,10 +1,15 @@
-"""Attention by lengths and frames is attention under the mask they stand for."""
+"""Attention by lengths and frames is attention under the mask they stand for.
+
+At the end: what torchax does without the override of attention.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import jax
@@ -17,8 +22,10 @@ import torch.nn.functional as F
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.core.layers.test_attention import MESHES, TOLERANCE, context, sizes_in
+from tests.patches.tools import by_torchax, model_runtime, traced
 from tests.sweeps import sweep
-from tpuport.core.arrays import to_torch
+from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.patches.valid_tokens import length_attention
 
@@ -295,3 +302,43 @@ def test_a_call_that_nothing_splits_lowers_for_a_mesh_of_tpus(
     assert "tpu_custom_call" in text
     assert on.records[0].split == (None, None, None, None)
     assert on.records[0].implementation == "splash"
+
+
+# --- what torchax does without the override
+
+
+def operator(target: str) -> Callable[..., torch.Tensor]:
+    """A torch function by the name that an override claims."""
+    found: Callable[..., torch.Tensor] = resolve_name(target)
+    return found
+
+
+@pytest.mark.parametrize("target", EXCHANGED_ATTENTION.targets)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_row_without_a_key_is_zero_as_in_torch_and_nan_by_torchax(
+    batch: int, kind: str, target: str
+) -> None:
+    """When the last line fails, torchax is mended: the override is for speed alone."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, 2, 5, 8, generator=generator) for _ in range(3))
+    mask = torch.rand(5, 5, generator=generator) < 0.7
+    mask[2] = False
+    if kind == "float":
+        mask = torch.zeros(5, 5).masked_fill(~mask, -torch.inf)
+    sdpa = operator(target)
+    expected = sdpa(q, k, v, mask)
+    assert torch.equal(expected[:, :, 2], torch.zeros(batch, 2, 8))
+
+    runtime = model_runtime(mesh=None, platform="cpu")
+    arrays = [to_numpy(x) for x in (q, k, v, mask)]
+    found = to_torch(jax.jit(traced(runtime, sdpa))(*arrays))
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+    # Outside of the block torchax's own is back, with its fault.
+    found = to_torch(jax.jit(by_torchax(runtime, sdpa))(*arrays))
+    rows = [0, 1, 3, 4]
+    torch.testing.assert_close(
+        found[:, :, rows], expected[:, :, rows], rtol=0, atol=TOLERANCE
+    )
+    assert found[:, :, 2].isnan().all()

@@ -23,6 +23,8 @@ from tpuport.core.tracing.patching import Patch
 
 #: Where a tensor keeps torch's own, and the array that was made of torch's.
 _OWN = "_tpuport_constant"
+#: Says of a tensor of the host that ``torch.tensor`` made it while tracing.
+_MADE = "_tpuport_made_here"
 #: Elements of a constant, at most; a program computes larger ones.
 MOST = 1 << 14
 #: Elements of a literal of whole numbers or a mask, at most.
@@ -48,7 +50,7 @@ def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
                     torch.Tensor, lambda t: _literal(self, t), (rest, kwargs)
                 )
                 args = (*whole, *rest)
-            return original(self, func, types, args, kwargs)
+            return _mixed(original, self, func, types, args, kwargs)
         if _is_long(found) and not _reads(func):
             result = original(self, func, types, args, kwargs)
             setattr(result, _OWN, (found, result._elem))
@@ -82,6 +84,35 @@ def _by_torch(env: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(x.numel() > MOST for x in made):
             return None
     return call("cpu")
+
+
+def _mixed(
+    original: Callable[..., Any],
+    env: Any,
+    func: Any,
+    types: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """The call, with small tensors of the host that forward made as constants."""
+    try:
+        result = original(env, func, types, args, kwargs)
+    except AssertionError:  # torchax's, of a tensor of the host
+        args, kwargs = on_device(env, (args, kwargs))
+        result = original(env, func, types, args, kwargs)
+    if func is torch.tensor and _OWN not in vars(result):
+        vars(result)[_MADE] = True
+    return result
+
+
+def on_device(env: Any, tree: Any) -> Any:
+    """A tree in which tensors of the host that ``forward`` made are constants."""
+
+    def moved(tensor: torch.Tensor) -> Any:
+        made = _MADE in vars(tensor) and not hasattr(tensor, "jax")
+        return _kept(env, tensor) if made else tensor
+
+    return pytree.tree_map_only(torch.Tensor, moved, tree)
 
 
 def _is_long(found: Any) -> bool:

@@ -12,6 +12,7 @@ from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.pairs import PAIRS
 from tpuport.patches.resize import NEAREST_EXACT_RESIZE, NEAREST_RESIZE
+from tpuport.patches.shared_memory import SHARED_MEMORY
 from tpuport.patches.torchax_slices import (
     IN_PLACE,
     SLICE_ASSIGNMENT,
@@ -26,6 +27,7 @@ PATCHES = (
     VIEW_BOUNDS,
     IN_PLACE,
     TYPE_AS,
+    *SHARED_MEMORY,
     *FLEX_ATTENTION,
     CONSTANTS,
     CHOSEN_EXPERTS,

@@ -13,6 +13,8 @@ import torch
 
 from tpuport.core.tracing.context import current, tracing_now
 from tpuport.core.tracing.patching import Patch
+from tpuport.core.tracing.strided import write_box
+from tpuport.patches.constants import on_device
 from tpuport.patches.pairs import on_lanes, put_together
 
 #: Where a tensor keeps the parts that it was put together from.
@@ -54,22 +56,6 @@ def _every_nth(slices: Any, rank: int) -> tuple[int, int] | None:
     return (first, step) if step > 1 and 0 <= first < step else None
 
 
-def _write_box(
-    x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
-) -> jax.Array:
-    """``x`` with the box that starts at ``starts`` replaced, by concatenation."""
-    while dim < x.ndim and value.shape[dim] == x.shape[dim]:
-        dim += 1
-    if dim == x.ndim:
-        return value
-    start, stop = starts[dim], starts[dim] + value.shape[dim]
-    before = jax.lax.slice_in_dim(x, 0, start, axis=dim)
-    inside = jax.lax.slice_in_dim(x, start, stop, axis=dim)
-    after = jax.lax.slice_in_dim(x, stop, x.shape[dim], axis=dim)
-    parts = [before, _write_box(inside, value, starts, dim + 1), after]
-    return jnp.concatenate([p for p in parts if p.shape[dim]], axis=dim)
-
-
 def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
     """``x`` with ``x[key] = value`` done; ``None`` for keys that are no plain box.
 
@@ -87,7 +73,7 @@ def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
     if box is None or 0 in box[1]:
         return None
     starts, sizes = box
-    return _write_box(x, jnp.broadcast_to(value, sizes).astype(x.dtype), starts)
+    return write_box(x, jnp.broadcast_to(value, sizes).astype(x.dtype), starts)
 
 
 def _parts_written(
@@ -147,6 +133,7 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     """Writing to a tensor itself."""
 
     def __setitem__(self: Any, key: Any, val: Any) -> None:
+        key, val = on_device(self._env, (key, val))
         value = val.jax() if hasattr(val, "jax") else val
         # Part after part is written: what was put together need not come apart again.
         array, known = vars(self).get(_PARTS, (None, None))
@@ -161,6 +148,16 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, key, _fitting(value))
         else:
             self._elem = written
+
+    return __setitem__
+
+
+def _set_item_of_view(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Writing to a part of a view by a key that may have tensors."""
+
+    def __setitem__(self: Any, key: Any, val: Any) -> None:
+        key, val = on_device(self._env, (key, val))
+        original(self, self._env.t2j_iso(key), val)
 
     return __setitem__
 
@@ -228,6 +225,7 @@ SLICE_ASSIGNMENT = tuple(
     for name, target, replacement in (
         ("tensor", "torchax.tensor:Tensor.__setitem__", _set_item),
         ("view", "torchax.view:NarrowInfo.update_tensor", _update_view),
+        ("part", "torchax.view:View.__setitem__", _set_item_of_view),
     )
 )
 """For any model that assigns to slices inside ``forward``."""

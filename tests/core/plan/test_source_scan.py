@@ -95,6 +95,7 @@ class Block(nn.Module):
         x.view(-1)[0] = 1  # a write to a view, in place
         x[1:].view(-1)[0] = 1  # a write to a reshaped slice, in place
         x[1:].t().zero_()  # a write to a view, in place
+        x.t().reshape(-1).add_(1)  # a write to a view or a copy, in place
         sizes[0] = 1
         return x.repeat_interleave(2), x.repeat_interleave(sizes, output_size=9)
 
@@ -167,7 +168,8 @@ def test_the_patch_of_a_function_covers_what_is_in_it(
         ("x[:, 0].add_(3)", "torchax-in-place-on-views"),
         ("x[..., ::2] = y", "torchax-slice-assignment-tensor"),
         ("x[1:].view(-1)[0] = y", "torchax-view-array"),
-        ("x.t().add_(3)", ""),
+        ("x.t().add_(3)", "torchax-shared-memory-written"),
+        ("x.flatten()[0] = y", ""),
     ],
 )
 def test_a_write_in_place_names_the_patch_that_lets_it_run(

@@ -415,6 +415,8 @@ def _viewed(node: ast.expr) -> tuple[str, str] | None:
             break
     if not methods:
         return None
+    if words.PERHAPS_COPIES & {*methods}:
+        return words.TO_A_COPY
     return words.RESHAPED if indexed and {*methods} == {"view"} else words.BY_METHOD
 
 

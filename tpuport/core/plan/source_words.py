@@ -57,13 +57,16 @@ NUMBER = "values as a number", "keep the tensor"
 BY_INDEX = "a write by index, in place"
 #: Methods that end like those in place, and write no values.
 NO_WRITES = {"requires_grad_", "share_memory_", "resize_", "rename_"}
-#: Methods whose result is a view; the patch of torchax is for views by index.
+#: Methods whose result is a view.
 VIEWS = {"select", "narrow", "view", "reshape", "flatten", "unflatten", "diagonal"}
 VIEWS |= {"transpose", "t", "permute", "movedim", "swapaxes", "squeeze", "unsqueeze"}
-VIEWS |= {"chunk", "split", "unbind", "unfold", "expand", "view_as"}
-BY_METHOD = (
-    "a write to a view, in place",
-    "write to the tensor by an index; this view is a copy there",
+VIEWS |= {"chunk", "split", "unbind", "unfold", "expand", "view_as", "contiguous"}
+#: Those whose result may be a copy.
+PERHAPS_COPIES = {"reshape", "flatten", "contiguous"}
+BY_METHOD = "a write to a view, in place", "write to the tensor by an index"
+TO_A_COPY = (
+    "a write to a view or a copy, in place",
+    "write to view() or to clone(): strides decide which it is",
 )
 BY_SLICES = "a write to slices, in place", "use torch.where or torch.cat"
 ON_INDEXED = "a write to an indexed view, in place", "write to the tensor by an index"
@@ -71,6 +74,7 @@ RESHAPED = "a write to a reshaped slice, in place", "write to the slice by an in
 #: Kinds that run since a patch -> the target of that patch.
 COVERED = {
     BY_SLICES[0]: "torchax.tensor:Tensor.__setitem__",
+    BY_METHOD[0]: "torchax.tensor:Tensor.__setattr__",
     ON_INDEXED[0]: "torchax.tensor:Environment._get_op_or_decomp",
     RESHAPED[0]: "torchax.view:View.__getattribute__",
 }

@@ -85,3 +85,13 @@ def deferred(
     """
     tensor: torch.Tensor = _deferred_class()(struct, env, read, owner)
     return tensor
+
+
+def defer(tensor: Any, read: Callable[[], jax.Array]) -> None:
+    """Make a torchax tensor that is there call ``read`` from now on."""
+    kept = vars(tensor)
+    if not isinstance(tensor, _deferred_class()):
+        array = kept.pop("_elem")
+        kept["_struct"] = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        tensor.__class__ = _deferred_class()
+    kept.update(_read=read, _new=None, owner=None)
