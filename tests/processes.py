@@ -118,9 +118,8 @@ class Running:
         )
         self.process.start()
 
-    @property
-    def returncode(self) -> int | None:
-        """Of a process that has ended; negative for a signal."""
+    def poll(self) -> int | None:
+        """The exit status once the process has ended; negative for a signal."""
         return self.process.exitcode
 
     def send_signal(self, signum: signal.Signals) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import s3fs
 
 from tests.cli.batches.test_local import FLAGS, alone, write
 from tests.cli.tools import Cli
+from tests.processes import Running
 from tpuport.core.files.stores import StorePath
 
 OUT = StorePath("s3", "bucket/videos")
@@ -105,7 +104,7 @@ def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
 def test_after_a_kill_the_checkpoint_is_on_this_machine(
     cli: Cli, cache: Path, folder: Path, store: s3fs.S3FileSystem
 ) -> None:
-    """A process imports the libraries and is killed: more than 10 s."""
+    """A process is killed in mid-video: more than 10 s."""
     lines = [
         {"prompt": "a fox", "size": "32x16", "id": "fox"},
         {"prompt": "a fox", "size": "32x16", "steps": 300, "id": "long"},
@@ -113,16 +112,15 @@ def test_after_a_kill_the_checkpoint_is_on_this_machine(
     ]
     flags = ("--weights", folder, *ASKED, "--checkpoint-every", "1")
     asked = ["batch", write(*lines), *flags]
-    command = [sys.executable, "-m", "tpuport", *map(str, asked)]
     environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    process = Running(["-m", "tpuport", *map(str, asked)], environment)
     until = time.monotonic() + 300
     while not list((cache / "batches").glob("*/runs/long/video-0/tape.json")):
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.done()
     before = OUT.files()
     assert {"fox.mp4", "fox.mp4.json"} <= set(before)
     assert "long.mp4" not in before
