@@ -7,6 +7,7 @@ device and no compiler was asked for, so that both read the environment given he
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import multiprocessing
@@ -90,38 +91,60 @@ def run_python(
         ValueError: a variable of ``READ_AT_IMPORT`` differs from this process's.
         TimeoutError: it took longer than ``LONGEST``.
     """
+    return Running(args, environment, folder).done()
+
+
+class Running:
+    """A process as of :func:`run_python`, begun.
+
+    Args:
+        args, environment, folder: as there.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
+        _check_environment(environment)
+        self._place = tempfile.TemporaryDirectory()
+        self._out, self._err = (
+            Path(self._place.name, name) for name in ("stdout", "stderr")
+        )
+        given = (list(args), dict(environment), folder or Path.cwd())
+        self.process: BaseProcess = _server().Process(
+            target=_run, args=(*given, self._out, self._err)
+        )
+        self.process.start()
+
+    def poll(self) -> int | None:
+        """The exit status once the process has ended; negative for a signal."""
+        return self.process.exitcode
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        os.kill(self.process.pid or 0, signum)
+
+    def done(self, patience: float = LONGEST) -> Done:
+        """How the process ended, once it has.
+
+        Raises:
+            TimeoutError: it took longer than ``patience`` seconds, and was killed.
+        """
+        self.process.join(patience)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise TimeoutError(f"over {patience} s: {self._err.read_text()}")
+        out, err = self._out.read_text(), self._err.read_text()
+        return Done(returncode=self.process.exitcode, stdout=out, stderr=err)
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
     for name in {*environment, *os.environ}:
         differs = environment.get(name) != os.environ.get(name)
         if name.startswith(READ_AT_IMPORT) and name != "PYTHONPATH" and differs:
             raise ValueError(f"{name} was read when the libraries were imported")
-    with tempfile.TemporaryDirectory() as printed:
-        out, err = Path(printed, "stdout"), Path(printed, "stderr")
-        process = start_python(args, environment, folder or Path.cwd(), out, err)
-        process.join(LONGEST)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise TimeoutError(f"over {LONGEST} s: {args[1][:80]}; {err.read_text()}")
-        return Done(
-            returncode=process.exitcode, stdout=out.read_text(), stderr=err.read_text()
-        )
-
-
-def start_python(
-    args: Sequence[str],
-    environment: Mapping[str, str],
-    folder: Path,
-    out: Path,
-    err: Path,
-) -> BaseProcess:
-    """A process as of :func:`run_python`, begun; it prints to two files.
-
-    ``out`` is there as soon as the process ends by signals as a shell's does.
-    """
-    given = (list(args), dict(environment), folder, out, err)
-    process = _server().Process(target=_run, args=given)
-    process.start()
-    return process
 
 
 def _run(
@@ -140,12 +163,15 @@ def _run(
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     kind, program, *rest = args
     sys.argv = [kind, *rest]
-    if kind == "-m":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-        return
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    exec(compile(program, "<string>", "exec"), vars(module))
+    try:
+        if kind == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+            return
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(program, "<string>", "exec"), vars(module))
+    finally:
+        atexit._run_exitfuncs()  # which a fork's end leaves out
 
 
 # ------------------------------------------------- the TPU compiler, once a process

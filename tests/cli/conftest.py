@@ -16,6 +16,7 @@ import pytest
 
 from tests.cli.tools import UPSTREAM, Cli, Made, Ran, call, example, forget_stores
 from tests.processes import Once
+from tpuport.core.spec.run_settings import COMPILED
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +33,15 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that all commands of a test process share."""
-    return tmp_path_factory.mktemp("cache")
+def cache(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
+    """A cache folder that all commands of a test process share.
+
+    Its compiled programs are those of all test processes.
+    """
+    folder, programs = tmp_path_factory.mktemp("cache"), cache_dir / COMPILED
+    programs.mkdir(exist_ok=True)
+    (folder / COMPILED).symlink_to(programs)
+    return folder
 
 
 @pytest.fixture(autouse=True)

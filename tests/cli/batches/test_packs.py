@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from tests.cli.batches.test_ray import steps, wait_for
 from tests.cli.runs.test_loras import write_lora
 from tests.cli.runs.test_video_run import pixels
 from tests.cli.tools import Cli, example
-from tests.processes import Once
+from tests.processes import Once, Running
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import read_sidecar
 
@@ -129,17 +127,15 @@ def test_a_killed_call_goes_on_and_its_requests_may_have_other_partners(
 
     def kill(done: int) -> Path:
         environment = os.environ | {"TPUPORT_CACHE_DIR": str(cache)}
-        command = [sys.executable, "-m", "tpuport", *map(str, batch)]
-        with Path("killed.err").open("wb") as err:
-            process = subprocess.Popen(command, env=environment, stderr=err)
+        process = Running(["-m", "tpuport", *map(str, batch)], environment)
 
         def under_way() -> Path | None:
             found = [p for p in Path("out/runs").glob("+*") if steps(p) > 3]
             return found[0] if found else None
 
         found = wait_for(under_way, process)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.done()
         assert len(records(Path("out/results.jsonl"))) == done
         return Path(found)
 

@@ -35,7 +35,7 @@ FLAGS = (
     *("--option", "max_sequence_length=16"),
 )
 #: So many steps that a test sees some of them, and so many of a server that is killed.
-MANY, KEPT, TOGETHER = 5000, 300, 900
+MANY, KEPT = 5000, 300
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +366,7 @@ class Key:
     def __init__(self, server: Running, key: str) -> None:
         self._server, self._key = server, key
 
-    def create(self, prompt: str, steps: int = TOGETHER) -> str:
+    def create(self, prompt: str, steps: int = KEPT) -> str:
         asked = {"prompt": prompt, "num_inference_steps": steps}
         code, job = self._server.ask("/v1/videos", asked, key=self._key)
         assert code == 200, job
@@ -393,7 +393,7 @@ class Key:
 
 def check_alone(cli: Cli, folder: Path, prompt: str, video: bytes) -> None:
     """A video is the one that `generate` makes, but for a rounding of one level."""
-    alone(cli, folder, f"{prompt}.mp4", "--prompt", prompt, "--steps", str(TOGETHER))
+    alone(cli, folder, f"{prompt}.mp4", "--prompt", prompt, "--steps", str(KEPT))
     Path("together.mp4").write_bytes(video)
     found, wanted = (
         np.stack([np.asarray(f, np.int16) for f in read_video(name)])

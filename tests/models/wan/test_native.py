@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 
 import tpuport
 from tests.models.ported import records_of
+from tests.processes import run_program
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.seam.ported import seam_of
@@ -135,22 +133,14 @@ def errors_in_bfloat16(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["2.1 t2v", "2.2 5b"])
 def test_bfloat16_is_no_further_from_float32_than_the_general_port(kind: str) -> None:
-    """In a process of its own, 15 s: XLA reads the flag once.
+    """In a process of its own: XLA reads the flag once.
 
     Without the flag XLA for the CPU leaves roundings out, of weights and inputs of
     products too, which no TPU can.
     """
     code = f"from {__name__} import *; print(*errors_in_bfloat16({kind!r}))"
-    flags = {"XLA_FLAGS": "--xla_allow_excess_precision=false"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    native, general = map(float, done.stdout.splitlines()[-1].split())
+    lines = run_program(code, XLA_FLAGS="--xla_allow_excess_precision=false")
+    native, general = map(float, lines[-1].split())
     assert native <= general
 
 
