@@ -128,8 +128,8 @@ class BatchFolder:
             if holder(path) is None:
                 shutil.rmtree(path, ignore_errors=True)
         if isinstance(self.path, StorePath):
-            lines = self._lines[self.results].splitlines()
-            done = {json.loads(line)["key"] for line in lines}
+            lines = self._lines[self.results].split("\n")
+            done = {json.loads(line)["key"] for line in lines if line}
             for name in (self.path / RUNS).files():
                 key = name.partition("/")[0]
                 if key.startswith("+") or key in done:

@@ -84,7 +84,8 @@ class Engine:
             _wait_for(folder)
             if kept_in is not None:
                 in_store = RunInStore(folder, kept_in)
-                in_store.fetch()
+                if holder(folder) is None:
+                    in_store.fetch()
 
         def made() -> RunReport:
             return self._made(requests, folder, previews, plain, in_store)
