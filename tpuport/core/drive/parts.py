@@ -34,6 +34,10 @@ Record = tuple[Called, list[np.ndarray]]
 """The first call of a module by upstream's code, and the result."""
 
 
+class PartsError(TpuportError):
+    """With what upstream hands over, the parts of a module do not become programs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Apart:
     """A part of a module that differs by itself.
@@ -78,8 +82,10 @@ def recorded(module: torch.nn.Module) -> Iterator[dict[str, Record]]:
 class _Running:
     """What the hooks of a run read and keep. Hooks are copied with their module."""
 
-    given: dict[str, list[torch.Tensor]]
+    given: dict[str, list[torch.Tensor] | None]
     found: dict[str, list[torch.Tensor]]
+    #: Parts that got what was handed over: patches have that in another form.
+    left: set[str]
 
 
 _running = _Running()
@@ -104,9 +110,9 @@ class _EachAlone(torch.nn.Module):
                 child.register_forward_pre_hook(before, with_kwargs=True)
                 child.register_forward_hook(after)
 
-    def forward(self, given: list[list[torch.Tensor]], call: Called) -> Any:
+    def forward(self, given: list[list[torch.Tensor] | None], call: Called) -> Any:
         _running.given = dict(zip(self.paths, given, strict=True))
-        _running.found = {}
+        _running.found, _running.left = {}, set()
         args, kwargs = call
         self.module(*args, **kwargs)
         return [_running.found.get(path, []) for path in self.paths]
@@ -114,8 +120,11 @@ class _EachAlone(torch.nn.Module):
 
 def _hooks(path: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     def before(_: Any, args: Any, kwargs: Any) -> Any:
-        given = _running.given.pop(path, None)
-        if given is None or len(given) != len(_tensors((args, kwargs))):
+        given, before = _running.given.pop(path, None), _tensors((args, kwargs))
+        if given is None:
+            return None
+        if [one.shape for one in given] != [one.shape for one in before]:
+            _running.left.add(path)
             return None
         own = iter(given)
         values, put = [*args, *kwargs.values()], []
@@ -149,6 +158,9 @@ def first_apart(
         ours: upstream's code, to be ported.
         inside: the part or the method that was called; empty of the module itself.
         records: of the call by upstream's code.
+
+    Raises:
+        PartsError: the parts cannot run so.
     """
     roots = [inside] if inside in records else _outermost(records)
     for root in roots:
@@ -173,7 +185,7 @@ def _apart_in(
     target: Target,
 ) -> Apart | None:
     alone = _EachAlone(theirs, [*records])
-    given = [_tensors(call) for call, _ in records.values()]
+    given: list[Any] = [_tensors(call) for call, _ in records.values()]
     random = torch.get_rng_state()
 
     def run(one: torch.nn.Module, own: Callable[[Any], Any] = copied) -> Any:
@@ -184,37 +196,32 @@ def _apart_in(
     ported = port_module(_EachAlone(ours, [*records]), target, Reporter())
     try:
         made = [arrays(one) for one in run(ported)]
-    except TpuportError:
-        return None  # with what upstream hands over, the parts do not become programs
+    except TpuportError as error:
+        raise PartsError(str(error)) from error
     finally:
         unported(ported)
+    # What the port does not hand to a part is not handed to upstream's either.
+    left = _running.left | _running.given.keys()
+    given = [None if p in left else g for p, g in zip(records, given, strict=True)]
     upstreams = [arrays(one) for one in run(alone)]
     exact = iter(exactly(functools.partial(run, in_float64(alone), wide)))
     for path, found, expected in zip(records, made, upstreams, strict=True):
         allowed = bound(expected, [next(exact) for _ in expected])
         apart = difference(found, expected)
-        if apart > allowed and not _in_another_form(path, found, expected, target):
-            one, other = (each.get_submodule(path) for each in (ours, theirs))
-            native = bool(target.claims)  # in which operators are others
-            op = "" if native else _operator(one, other, records[path][0], target)
-            return Apart(path, apart, allowed, op)
+        like = [one.shape for one in found] == [one.shape for one in expected]
+        if apart <= allowed or (path and (not like or _transformed(path, target))):
+            continue  # a part in another form shows in what holds the part
+        one, other = (each.get_submodule(path) for each in (ours, theirs))
+        op = "" if target.claims else _operator(one, other, records[path][0], target)
+        return Apart(path, apart, allowed, op)
     return None
 
 
-def _in_another_form(
-    path: str, found: list[np.ndarray], expected: list[np.ndarray], target: Target
-) -> bool:
-    """Whether native blocks have a part in another form, or do without the part.
-
-    Its weights are in another order, or its result has another shape.
-    """
+def _transformed(path: str, target: Target) -> bool:
+    """Whether native blocks have the weights of a part in another order."""
     claim = target.claims.get(_EachAlone.__name__)
-    if claim is None:
-        return False
-    if [one.shape for one in found] != [one.shape for one in expected]:
-        return True
     weights = [f"module.{path}.{kind}" for kind in ("weight", "bias")]
-    patterns = [one.pattern for one in claim.transforms]
+    patterns = [one.pattern for one in claim.transforms] if claim else []
     return any(re.fullmatch(p, w) for p in patterns for w in weights)
 
 
