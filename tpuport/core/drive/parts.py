@@ -6,7 +6,14 @@ import contextlib
 import copy
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +91,8 @@ class _Running:
 
     given: dict[str, list[torch.Tensor] | None]
     found: dict[str, list[torch.Tensor]]
+    #: What the module that holds a part hands to the part.
+    handed: dict[str, list[torch.Tensor]]
     #: Parts that got what was handed over: patches have that in another form.
     left: set[str]
 
@@ -94,8 +103,9 @@ _running = _Running()
 class _EachAlone(torch.nn.Module):
     """Runs a module so that each part gets what upstream gave the part.
 
-    The result is what each part makes of that, so a difference is not handed on, and
-    does not get lost in what comes after. Of several calls of a part the first counts.
+    The results are what each part makes of that, and what the part was handed, so a
+    difference is not handed on, and does not get lost in what comes after. Of several
+    calls of a part the first counts.
     """
 
     def __init__(self, module: torch.nn.Module, paths: Sequence[str]) -> None:
@@ -112,15 +122,18 @@ class _EachAlone(torch.nn.Module):
 
     def forward(self, given: list[list[torch.Tensor] | None], call: Called) -> Any:
         _running.given = dict(zip(self.paths, given, strict=True))
-        _running.found, _running.left = {}, set()
+        _running.found, _running.handed, _running.left = {}, {}, set()
         args, kwargs = call
         self.module(*args, **kwargs)
-        return [_running.found.get(path, []) for path in self.paths]
+        made = _running.found, _running.handed
+        return [[one.get(path, []) for path in self.paths] for one in made]
 
 
 def _hooks(path: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     def before(_: Any, args: Any, kwargs: Any) -> Any:
-        given, before = _running.given.pop(path, None), _tensors((args, kwargs))
+        before = _tensors((args, kwargs))
+        _running.handed.setdefault(path, before)
+        given = _running.given.pop(path, None)
         if given is None:
             return None
         if [one.shape for one in given] != [one.shape for one in before]:
@@ -191,7 +204,8 @@ def _apart_in(
     def run(one: torch.nn.Module, own: Callable[[Any], Any] = copied) -> Any:
         torch.set_rng_state(random)
         with torch.no_grad():
-            return one(own(given), own(records[""][0]))
+            found, handed = one(own(given), own(records[""][0]))
+        return [*found, *handed]
 
     ported = port_module(_EachAlone(ours, [*records]), target, Reporter())
     try:
@@ -205,24 +219,35 @@ def _apart_in(
     given = [None if p in left else g for p, g in zip(records, given, strict=True)]
     upstreams = [arrays(one) for one in run(alone)]
     exact = iter(exactly(functools.partial(run, in_float64(alone), wide)))
-    for path, found, expected in zip(records, made, upstreams, strict=True):
+    others = _in_another_order(records, target)
+    places = [(p, p in others) for p in records]
+    places += [(_above(p), _above(p) in map(_above, others)) for p in records]
+    for (path, other), found, expected in zip(places, made, upstreams, strict=True):
         allowed = bound(expected, [next(exact) for _ in expected])
         apart = difference(found, expected)
         like = [one.shape for one in found] == [one.shape for one in expected]
-        if apart <= allowed or (path and (not like or _transformed(path, target))):
+        if apart <= allowed or other or not like:
             continue  # a part in another form shows in what holds the part
-        one, other = (each.get_submodule(path) for each in (ours, theirs))
-        op = "" if target.claims else _operator(one, other, records[path][0], target)
+        one, two = (each.get_submodule(path) for each in (ours, theirs))
+        op = "" if target.claims else _operator(one, two, records[path][0], target)
         return Apart(path, apart, allowed, op)
     return None
 
 
-def _transformed(path: str, target: Target) -> bool:
-    """Whether native blocks have the weights of a part in another order."""
+def _above(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _in_another_order(paths: Iterable[str], target: Target) -> set[str]:
+    """The parts whose weights native blocks have in another order."""
     claim = target.claims.get(_EachAlone.__name__)
-    weights = [f"module.{path}.{kind}" for kind in ("weight", "bias")]
-    patterns = [one.pattern for one in claim.transforms] if claim else []
-    return any(re.fullmatch(p, w) for p in patterns for w in weights)
+    patterns = [re.compile(one.pattern) for one in claim.transforms] if claim else []
+    return {
+        path
+        for path in paths
+        for kind in ("weight", "bias")
+        if any(one.fullmatch(f"module.{path}.{kind}") for one in patterns)
+    }
 
 
 def claimed(target: Target, component: str) -> Target:
