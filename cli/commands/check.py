@@ -260,6 +260,8 @@ def _verdict(one: Compared) -> str:
         return f"refused: {one.error}"
     calls = sum(count for count, _ in one.calls.values())
     compared = f", {plural(calls, 'call')} compared" if calls else ""
+    if one.whole:
+        compared += f", {', '.join(one.whole)} as a whole"
     worst = "no result" if one.worst is None else f"{one.worst:.1e}"
     if one.equal:
         return f"equal, largest difference {worst}{compared}"

@@ -20,6 +20,7 @@ import torch
 from tpuport.core.drive.parts import (
     Apart,
     Called,
+    PartsError,
     Record,
     arrays,
     claimed,
@@ -63,6 +64,7 @@ class Compared:
             differs, or a native form that takes its place.
         op: the first operator of ``part`` whose result differs, or what the port runs
             in its place; empty where each operator by itself is as upstream's.
+        whole: the calls whose parts could not be compared by themselves.
         error: what was refused.
         patches: the names of the patches that ran while modules were traced.
     """
@@ -76,6 +78,7 @@ class Compared:
     allowed: float = 0.0
     part: str = ""
     op: str = ""
+    whole: list[str] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -150,9 +153,9 @@ class Pair:
         if not calls and not found.equal:
             return self.compare(target, expected)
         for name, one in kept.items():
-            part = (
-                None if found.error and not one.apart else self._part(name, one, target)
-            )
+            if found.error and one.apart is None:
+                continue  # as upstream's; what is refused is told
+            part = self._part(name, one, target, found)
             if part is not None:
                 self._tell(found, name, part)
                 break
@@ -204,14 +207,21 @@ class Pair:
         found.first, found.part = name, f"{place} ({type(module).__name__})"
         found.apart, found.allowed, found.op = part.apart, part.allowed, part.op
 
-    def _part(self, name: str, kept: _Kept, target: Target) -> Apart | None:
+    def _part(
+        self, name: str, kept: _Kept, target: Target, found: Compared
+    ) -> Apart | None:
         """The smallest part of a call that differs by itself, or the call itself."""
         component, _, inside = name.partition(".")
         target = claimed(target, component)
         ours, theirs = (modules_of(p)[component] for p in (self.ours, self.theirs))
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(kept.random)
-            return first_apart(ours, theirs, inside, kept.records, target) or kept.apart
+            try:
+                part = first_apart(ours, theirs, inside, kept.records, target)
+            except PartsError:
+                found.whole.append(name)
+                part = None
+        return part or kept.apart
 
 
 def _finite(worst: float | None) -> float | None:

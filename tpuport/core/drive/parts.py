@@ -6,7 +6,14 @@ import contextlib
 import copy
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +39,10 @@ Called = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call."""
 Record = tuple[Called, list[np.ndarray]]
 """The first call of a module by upstream's code, and the result."""
+
+
+class PartsError(TpuportError):
+    """With what upstream hands over, the parts of a module do not become programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +89,12 @@ def recorded(module: torch.nn.Module) -> Iterator[dict[str, Record]]:
 class _Running:
     """What the hooks of a run read and keep. Hooks are copied with their module."""
 
-    given: dict[str, list[torch.Tensor]]
+    given: dict[str, list[torch.Tensor] | None]
     found: dict[str, list[torch.Tensor]]
+    #: What the module that holds a part hands to the part.
+    handed: dict[str, list[torch.Tensor]]
+    #: Parts that got what was handed over: patches have that in another form.
+    left: set[str]
 
 
 _running = _Running()
@@ -88,8 +103,9 @@ _running = _Running()
 class _EachAlone(torch.nn.Module):
     """Runs a module so that each part gets what upstream gave the part.
 
-    The result is what each part makes of that, so a difference is not handed on, and
-    does not get lost in what comes after. Of several calls of a part the first counts.
+    The results are what each part makes of that, and what the part was handed, so a
+    difference is not handed on, and does not get lost in what comes after. Of several
+    calls of a part the first counts.
     """
 
     def __init__(self, module: torch.nn.Module, paths: Sequence[str]) -> None:
@@ -104,18 +120,24 @@ class _EachAlone(torch.nn.Module):
                 child.register_forward_pre_hook(before, with_kwargs=True)
                 child.register_forward_hook(after)
 
-    def forward(self, given: list[list[torch.Tensor]], call: Called) -> Any:
+    def forward(self, given: list[list[torch.Tensor] | None], call: Called) -> Any:
         _running.given = dict(zip(self.paths, given, strict=True))
-        _running.found = {}
+        _running.found, _running.handed, _running.left = {}, {}, set()
         args, kwargs = call
         self.module(*args, **kwargs)
-        return [_running.found.get(path, []) for path in self.paths]
+        made = _running.found, _running.handed
+        return [[one.get(path, []) for path in self.paths] for one in made]
 
 
 def _hooks(path: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     def before(_: Any, args: Any, kwargs: Any) -> Any:
+        before = _tensors((args, kwargs))
+        _running.handed.setdefault(path, before)
         given = _running.given.pop(path, None)
-        if given is None or len(given) != len(_tensors((args, kwargs))):
+        if given is None:
+            return None
+        if [one.shape for one in given] != [one.shape for one in before]:
+            _running.left.add(path)
             return None
         own = iter(given)
         values, put = [*args, *kwargs.values()], []
@@ -149,6 +171,9 @@ def first_apart(
         ours: upstream's code, to be ported.
         inside: the part or the method that was called; empty of the module itself.
         records: of the call by upstream's code.
+
+    Raises:
+        PartsError: the parts cannot run so.
     """
     roots = [inside] if inside in records else _outermost(records)
     for root in roots:
@@ -173,49 +198,56 @@ def _apart_in(
     target: Target,
 ) -> Apart | None:
     alone = _EachAlone(theirs, [*records])
-    given = [_tensors(call) for call, _ in records.values()]
+    given: list[Any] = [_tensors(call) for call, _ in records.values()]
     random = torch.get_rng_state()
 
     def run(one: torch.nn.Module, own: Callable[[Any], Any] = copied) -> Any:
         torch.set_rng_state(random)
         with torch.no_grad():
-            return one(own(given), own(records[""][0]))
+            found, handed = one(own(given), own(records[""][0]))
+        return [*found, *handed]
 
     ported = port_module(_EachAlone(ours, [*records]), target, Reporter())
     try:
         made = [arrays(one) for one in run(ported)]
-    except TpuportError:
-        return None  # with what upstream hands over, the parts do not become programs
+    except TpuportError as error:
+        raise PartsError(str(error)) from error
     finally:
         unported(ported)
+    # What the port does not hand to a part is not handed to upstream's either.
+    left = _running.left | _running.given.keys()
+    given = [None if p in left else g for p, g in zip(records, given, strict=True)]
     upstreams = [arrays(one) for one in run(alone)]
     exact = iter(exactly(functools.partial(run, in_float64(alone), wide)))
-    for path, found, expected in zip(records, made, upstreams, strict=True):
+    others = _in_another_order(records, target)
+    places = [(p, p in others) for p in records]
+    places += [(_above(p), _above(p) in map(_above, others)) for p in records]
+    for (path, other), found, expected in zip(places, made, upstreams, strict=True):
         allowed = bound(expected, [next(exact) for _ in expected])
         apart = difference(found, expected)
-        if apart > allowed and not _in_another_form(path, found, expected, target):
-            one, other = (each.get_submodule(path) for each in (ours, theirs))
-            native = bool(target.claims)  # in which operators are others
-            op = "" if native else _operator(one, other, records[path][0], target)
-            return Apart(path, apart, allowed, op)
+        like = [one.shape for one in found] == [one.shape for one in expected]
+        if apart <= allowed or other or not like:
+            continue  # a part in another form shows in what holds the part
+        one, two = (each.get_submodule(path) for each in (ours, theirs))
+        op = "" if target.claims else _operator(one, two, records[path][0], target)
+        return Apart(path, apart, allowed, op)
     return None
 
 
-def _in_another_form(
-    path: str, found: list[np.ndarray], expected: list[np.ndarray], target: Target
-) -> bool:
-    """Whether native blocks have a part in another form, or do without the part.
+def _above(path: str) -> str:
+    return path.rpartition(".")[0]
 
-    Its weights are in another order, or its result has another shape.
-    """
+
+def _in_another_order(paths: Iterable[str], target: Target) -> set[str]:
+    """The parts whose weights native blocks have in another order."""
     claim = target.claims.get(_EachAlone.__name__)
-    if claim is None:
-        return False
-    if [one.shape for one in found] != [one.shape for one in expected]:
-        return True
-    weights = [f"module.{path}.{kind}" for kind in ("weight", "bias")]
-    patterns = [one.pattern for one in claim.transforms]
-    return any(re.fullmatch(p, w) for p in patterns for w in weights)
+    patterns = [re.compile(one.pattern) for one in claim.transforms] if claim else []
+    return {
+        path
+        for path in paths
+        for kind in ("weight", "bias")
+        if any(one.fullmatch(f"module.{path}.{kind}") for one in patterns)
+    }
 
 
 def claimed(target: Target, component: str) -> Target:

@@ -1,6 +1,6 @@
 """What ``tpuport check`` holds small pipelines to, and which faults it finds.
 
-    python -m tests.measure.bounds [--sound] NAME ...
+    python -m tests.pipelines.bounds [--sound] NAME ...
 
 A name is an example of ``tests/pipelines/examples.yaml``, or a plugin. ``--sound``
 leaves out the faults. A line says how near the worst call is to what rounding allows;
