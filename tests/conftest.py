@@ -39,18 +39,29 @@ from jaxtyping import install_import_hook
 
 from tests.processes import Once
 
+# Nothing is garbage while test files are imported: pytest_collection_finish.
+gc.disable()
+
 # Shapes of arrays are checked in tests alone, from here on: nothing of tpuport is
 # imported yet.
 install_import_hook(["tpuport.core.layers", "tpuport.kernels"], "beartype.beartype")
 
-#: The files that take most of a minute or more, longest first.
+#: The files that take minutes, longest first; those that start many processes have
+#: others between them, so that the processes of two do not wait for one another.
 LONGEST = (
-    "models/cogvideox/vae/test_tpu.py",
-    "models/hunyuanvideo/test_videos.py",
-    "cli/commands/test_plan.py",
-    "house/test_readme.py",
-    "cli/commands/test_generate.py",
+    "cli/server/test_serve.py",
+    "pipelines/test_examples.py",
     "house/test_examples.py",
+    "models/hunyuanvideo/test_videos.py",
+    "house/test_readme.py",
+    "models/cogvideox/vae/test_tpu.py",
+    "cli/batches/test_ray.py",
+    "cli/commands/test_plan.py",
+    "cli/commands/test_many_hosts.py",
+    "cli/commands/test_generate.py",
+    "cli/server/test_clients.py",
+    "cli/server/test_page.py",
+    "cli/server/test_actors.py",
 )
 
 
@@ -60,6 +71,7 @@ def pytest_collection_finish() -> None:
     Nor need it look as often as by default at what a trace makes, nearly all of which
     lives until the trace ends: a tenth of the time of tests that trace went there.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -52,7 +52,7 @@ def steps(run_dir: Path) -> int:
 def test_forty_requests_outlive_a_replica_and_the_driver(
     cli: Cli, cache: Path, folder: Path, tmp_path: Path, backend: str
 ) -> None:
-    """A cluster starts twice, and 80 videos are made: more than 10 s."""
+    """A cluster starts twice, and 83 videos are made: more than 10 s."""
     sizes = ("32x16", "16x16", "48x32")
     lines: list[dict[str, Any]] = [
         {"prompt": f"fox {n}", "size": sizes[n % 3], "seed": n} for n in range(39)
