@@ -63,7 +63,7 @@ package-data = {{ {package} = ["*.json"] }}
 """
 
 _PLUGIN = '''\
-"""{pipeline} on TPUs: what the general port does not know."""
+"""{pipeline} on TPUs: what the general port lacks."""
 
 from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
 
