@@ -72,7 +72,7 @@ from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
 LAYOUT = {{
 {layout}}}
 
-# {pipeline} was built small and ported. These changes of tpuport ran,
+# {pipeline} was built small and ported. These changes ran,
 # and do so without a line here (`tpuport patches CHANGE` says all of one):
 {changes}# FILL IN: what the model needs beside them, as patches= of the plugin.
 
