@@ -63,7 +63,7 @@ package-data = {{ {package} = ["*.json"] }}
 """
 
 _PLUGIN = '''\
-"""{pipeline} on TPUs: what the general port does not know."""
+"""{pipeline} on TPUs: what the general port lacks."""
 
 from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
 
@@ -72,7 +72,7 @@ from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
 LAYOUT = {{
 {layout}}}
 
-# {pipeline} was built small and ported. These changes of tpuport ran,
+# {pipeline} was built small and ported. These changes ran,
 # and do so without a line here (`tpuport patches CHANGE` says all of one):
 {changes}# FILL IN: what the model needs beside them, as patches= of the plugin.
 

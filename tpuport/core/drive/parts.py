@@ -198,7 +198,11 @@ def _apart_in(
     target: Target,
 ) -> Apart | None:
     alone = _EachAlone(theirs, [*records])
-    given: list[Any] = [_tensors(call) for call, _ in records.values()]
+    others = _in_another_order(records, target)
+    given: list[Any] = [
+        None if path in others else _tensors(call)
+        for path, (call, _) in records.items()
+    ]
     random = torch.get_rng_state()
 
     def run(one: torch.nn.Module, own: Callable[[Any], Any] = copied) -> Any:
@@ -219,9 +223,10 @@ def _apart_in(
     given = [None if p in left else g for p, g in zip(records, given, strict=True)]
     upstreams = [arrays(one) for one in run(alone)]
     exact = iter(exactly(functools.partial(run, in_float64(alone), wide)))
-    others = _in_another_order(records, target)
-    places = [(p, p in others) for p in records]
-    places += [(_above(p), _above(p) in map(_above, others)) for p in records]
+    above = {path: _above(path, records) for path in records}
+    hold = {above[path] for path in others}
+    places = [(path, path in others) for path in records]
+    places += [(above[path], above[path] in hold) for path in records]
     for (path, other), found, expected in zip(places, made, upstreams, strict=True):
         allowed = bound(expected, [next(exact) for _ in expected])
         apart = difference(found, expected)
@@ -234,8 +239,12 @@ def _apart_in(
     return None
 
 
-def _above(path: str) -> str:
-    return path.rpartition(".")[0]
+def _above(path: str, records: Mapping[str, Record]) -> str:
+    """The part that hands a part what it is given: lists of parts have no calls."""
+    path = path.rpartition(".")[0]
+    while path not in records:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _in_another_order(paths: Iterable[str], target: Target) -> set[str]:
