@@ -252,7 +252,7 @@ def test_text_to_video_shows_progress_and_a_preview(
     nodes: dict[str, Any], comfy: Comfy, served: Running
 ) -> None:
     node = nodes["TpuportTextToVideo"]
-    asked = {"server": served.url, "prompt": "a red star", "steps": 150, "seed": 3}
+    asked = {"server": served.url, "prompt": "a red star", "steps": 400, "seed": 3}
     video, sidecar = executed(node, **asked, frames=5, extra='{"eta": 0.0}')
     job = newest(served)
     assert video.file.getvalue() == served.video(job["id"])
@@ -260,14 +260,14 @@ def test_text_to_video_shows_progress_and_a_preview(
     assert job["tpuport"]["settings"] == {
         "prompt": "a red star",
         "seed": 3,
-        "num_inference_steps": 150,
+        "num_inference_steps": 400,
         "size": "32x32",
         "num_frames": 5,
         "fps": 8.0,
         "guidance_scale": 6.0,
         "extra": {"eta": 0.0},
     }
-    values = [value for value, total, _ in comfy.progress if total == 150]
+    values = [value for value, total, _ in comfy.progress if total == 400]
     assert values == sorted(values)
     assert len(set(values)) > 1
     assert any(preview is not None for _, _, preview in comfy.progress)
