@@ -242,9 +242,8 @@ def _check_answers(address: str) -> None:
         asked = subprocess.run(
             (*command, *more), capture_output=True, timeout=_KNOWN, check=False
         )
-    except subprocess.TimeoutExpired as error:
-        why = f"what listens there does not answer as Ray within {_KNOWN:.0f} s"
-        raise _no_cluster(address, TimeoutError(why)) from error
+    except subprocess.TimeoutExpired:
+        return  # a slow disk or network: Ray itself may be more patient
     if asked.returncode:
         said = asked.stderr.decode(errors="replace").strip().splitlines()
         why = said[-1] if said else "it is not healthy"

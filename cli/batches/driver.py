@@ -165,6 +165,7 @@ class Batch:
                 pack = self._next(number)
                 if not pack:
                     break
+                self.folder.check()
                 self._at_work[number], self._last[number] = pack, pack[0]
                 replicas.begin(number, pack)
             words = f"{sum(map(len, self._at_work.values()))} running"

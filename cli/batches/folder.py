@@ -100,6 +100,15 @@ class BatchFolder:
             if there == {RESULTS} and not results.read_bytes():
                 results.unlink()
 
+    def check(self) -> None:
+        """End where another driver has taken a folder of a store over.
+
+        Raises:
+            AtWorkError: so it is.
+        """
+        if self._lease is not None:
+            self._lease.check()
+
     def used(self) -> None:
         """Make a folder of a store a batch's: videos are about to come."""
         if not self._known:
@@ -124,6 +133,7 @@ class BatchFolder:
     def _sweep(self) -> None:
         """Remove the run directories that nobody goes on with: those of packs, and in a
         store those of finished requests."""
+        self.check()
         for path in (self._local / RUNS).glob("+*"):
             if holder(path) is None:
                 shutil.rmtree(path, ignore_errors=True)
@@ -245,8 +255,7 @@ class BatchFolder:
             AtWorkError: another driver has taken the folder over.
         """
         if isinstance(file, StorePath):
-            assert self._lease is not None
-            self._lease.check()
+            self.check()
             self._lines[file] += "".join(map(_line, records))
             self._late.add(file)
             if time.monotonic() > self._put + _SECONDS:
@@ -270,8 +279,7 @@ class BatchFolder:
         Raises:
             AtWorkError: another driver has taken the folder over.
         """
-        if self._lease is not None:
-            self._lease.check()
+        self.check()
         if self._late and not self._known:
             self._late.add(self.results)
         for file in [f for f in self._lines if f in self._late]:  # the results first

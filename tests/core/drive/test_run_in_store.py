@@ -15,6 +15,7 @@ from tpuport.core.files import stores
 from tpuport.core.files.run_record import TAPE_SCHEMA
 from tpuport.core.files.sealed_json import write_document
 from tpuport.core.files.stores import StorePath
+from tpuport.errors import StoreError
 
 COPY = StorePath("memory", "bucket/runs/fox")
 
@@ -108,3 +109,28 @@ def test_a_copy_that_is_damaged_or_absent_is_not_taken(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     RunInStore(folder, COPY).fetch()
     assert (folder / "video-0/steps-1.safetensors").read_bytes() == b"1"
+
+
+def test_what_cannot_be_fetched_leaves_what_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "other", 5)
+    RunInStore(tmp_path / "other", COPY).put()
+    folder = tmp_path / "run"
+    write(folder, 1)
+    get = StorePath.get
+
+    def last_is_lost(self: StorePath, file: Path) -> None:
+        if self.name == "tape.json":
+            raise StoreError("the store does not answer")
+        get(self, file)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(StorePath, "get", last_is_lost)
+        with pytest.raises(StoreError):
+            RunInStore(folder, COPY).fetch()
+    assert all((folder / name).is_file() for name in names(1))
+    (COPY / "../../evil.txt").write_bytes(b"")
+    with pytest.raises(StoreError, match="leaves the folder"):
+        RunInStore(folder, COPY).fetch()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "run"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tpuport.core.files.atomic import atomic_write_bytes, cannot_write
+from tpuport.core.files.atomic import cannot_write, new_folder
 from tpuport.core.files.run_record import TAPE_FILE, TAPE_SCHEMA, tapes_in
 from tpuport.core.files.sealed_json import read_document
-from tpuport.core.files.stores import AnyPath, StorePath
-from tpuport.errors import ArtifactError
+from tpuport.core.files.stores import AnyPath, StorePath, check_within
+from tpuport.errors import ArtifactError, StoreError
 
 
 class RunInStore:
@@ -36,22 +36,24 @@ class RunInStore:
             WriteError: the folder cannot be written.
         """
         self._there = dict.fromkeys(self._path.files(), 0)
+        check_within(self._path, self._there)
         names = sorted(self._there, key=_tape_last)
         tapes = [self._path / name for name in names if _is_tape(name)]
         if sum(map(_calls, tapes)) <= sum(map(_calls, tapes_in(self._folder))):
             return
         try:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            for name in names:
-                data = (self._path / name).read_bytes()
-                (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-                atomic_write_bytes(self._folder / name, data)
-        except FileNotFoundError:  # a process whose driver is dead ended the run
-            shutil.rmtree(self._folder, ignore_errors=True)
+            with new_folder(self._folder) as fetched:
+                for name in names:
+                    (fetched / name).parent.mkdir(parents=True, exist_ok=True)
+                    (self._path / name).get(fetched / name)
+                shutil.rmtree(self._folder, ignore_errors=True)
+        except StoreError:
+            if any(tape.exists() for tape in tapes):
+                raise
+            return  # a process whose driver is dead ended the run
         except OSError as error:
             raise cannot_write(self._folder, error) from error
-        else:
-            self._there = self._here()
+        self._there = self._here()
 
     def put(self) -> None:
         """Put what is new here.

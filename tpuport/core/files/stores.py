@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -392,9 +392,7 @@ def fetched(
         with contextlib.suppress(FileNotFoundError, ArtifactError):
             known = dict(read_json(notes, ArtifactError, ""))
         wanted = {n: v for n, v in there.items() if _matches(n, patterns)}
-        for name in wanted:
-            if not {"", ".", ".."}.isdisjoint(name.split("/")):
-                raise StoreError(f"{folder / name}: this name leaves the folder")
+        check_within(folder, wanted)
         for file in [file for file in local.rglob("*") if file.is_file()]:
             name = file.relative_to(local).as_posix()
             under_way = file.name.startswith(TEMPORARY)
@@ -419,6 +417,17 @@ def fetched(
     except OSError as error:
         raise cannot_write(local, error) from error
     return local
+
+
+def check_within(folder: StorePath, names: Iterable[str]) -> None:
+    """Refuse names of a store that would be files elsewhere on this machine.
+
+    Raises:
+        StoreError: there is such a name.
+    """
+    for name in names:
+        if not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise StoreError(f"{folder / name}: this name leaves the folder")
 
 
 def begun(
