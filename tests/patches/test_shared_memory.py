@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import tpuport
 from tests.patches.tools import found_by, model_runtime, traced
 from tpuport.core.arrays import to_torch
 from tpuport.core.tracing.strided import Strided
+from tpuport.errors import TpuportError
 from tpuport.patches.standard import OVERRIDES, PATCHES
 
 Change = Callable[[torch.Tensor], Any]
@@ -150,13 +152,19 @@ def changed(x: torch.Tensor, view: Change, write: Change) -> list[torch.Tensor]:
     return [*before, *(one + 0 for one in all_of_them), view(x)]
 
 
+#: Views with which all ways to write are tried.
+WRITTEN = ("view", "heads", "diagonal", "contiguous columns")
+
+
 @pytest.mark.parametrize("view", [*VIEWS, *COPIES])
 def test_writes_reach_what_shares_the_memory(view: str) -> None:
-    """All ways to write, op by op."""
+    """Op by op."""
     made = {**VIEWS, **COPIES}[view]
+    few = ("an element", "add_", "a slice of a view")
 
     def change(x: torch.Tensor) -> Any:
-        return [changed(x, made, write) for write in WRITES.values()]
+        writes = WRITES if view in WRITTEN else few
+        return [changed(x, made, WRITES[write]) for write in writes]
 
     agrees_with_torch(change, start())
 
@@ -280,6 +288,73 @@ def test_what_may_share_the_memory_is_not_read_after_a_write(copy: str) -> None:
     agree(found, expected[:2])
     with pytest.raises(RuntimeError, match="write to view\\(\\) or to clone"):
         given_back(lambda x: change(x, True), start())
+
+
+def read_after(made: torch.Tensor, *others: torch.Tensor) -> Any:
+    """All of them after a write to a reshape of the first."""
+    flat = made.reshape(-1)
+    flat += 1
+    return flat, made + 0, [one + 0 for one in others]
+
+
+#: torch makes copies here or views, and tensors in another order.
+UNSURE: dict[str, Change] = {
+    "to": lambda x: read_after(x.mT.to(torch.float16)),
+    "to with copy": lambda x: read_after(x.mT.to(x.dtype, copy=True)),
+    "to a format": lambda x: read_after(
+        x[None].to(memory_format=torch.channels_last), x
+    ),
+    "stack": lambda x: read_after(torch.stack([x[None].permute(0, 3, 1, 2)] * 2, 1)),
+    "turned by einsum": lambda x: read_after(torch.einsum("abc->bac", x), x),
+    "a diagonal of a view": lambda x: (x[0].t().fill_diagonal_(7), x + 0),
+    "strides of a view": lambda x: x[0].t().as_strided((3, 2), (2, 1), 5) + 0,
+    "turned in place": lambda x: read_after(x.mT.transpose_(0, 1)),
+    "data of its own": lambda x: (x.view(-1), setattr(x, "data", x.data), x)[::2],
+}
+
+
+@pytest.mark.parametrize("change", UNSURE.values(), ids=UNSURE)
+def test_no_result_is_silently_wrong(change: Change) -> None:
+    """A result is torch's, or refused."""
+    own = start()
+    expected = change(own)
+    refused, found = None, None
+    try:
+        found = given_back(lambda x: change(x + 0), start())[1]
+    except RuntimeError as error:
+        refused = re.search("write to view|of a clone", str(error))
+    if not refused:
+        agree(found, expected)
+
+
+class Flat(torch.nn.Module):
+    """Writes to a view of its argument, where the argument is contiguous."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.flatten().mul_(2)
+        return x + 0
+
+
+def test_a_program_leaves_an_argument_alone_that_torch_would_copy() -> None:
+    module, x, own = tpuport.port(Flat()), start(), start()
+    with torch.no_grad():
+        agree(module(x), Flat()(own))
+        agree(x, own)
+        turned = start().mT
+        with pytest.raises(TpuportError, match="an argument that is not contiguous"):
+            module(turned)
+        assert torch.equal(turned, start().mT)
+
+
+def test_many_views_of_views_are_one() -> None:
+    def change(x: torch.Tensor) -> Any:
+        first = x = x + 0
+        for _ in range(510):
+            x = x.view(24, 6).view(4, 6, 6)
+        x += 1
+        return first
+
+    agrees_with_torch(change, start())
 
 
 def test_a_write_to_what_shows_an_element_twice_is_refused() -> None:

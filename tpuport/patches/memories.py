@@ -17,7 +17,7 @@ import torch
 from torch.utils import _mode_utils
 
 from tpuport.core.tracing.deferred_tensors import defer
-from tpuport.core.tracing.strided import Strided
+from tpuport.core.tracing.strided import ORDERED, Strided
 
 #: Where a tensor keeps its place in a memory, and what it is a view of.
 PLACE, BASE = "_tpuport_place", "_tpuport_base"
@@ -27,7 +27,10 @@ UNKNOWN = "_tpuport_strides_unknown"
 #: Views whose elements come in the order of the memory.
 _ORDERLY = {"alias", "detach", "expand", "narrow", "select", "slice", "split"}
 _ORDERLY |= {"split_with_sizes", "squeeze", "unbind", "unsqueeze", "view", "chunk"}
-_ORDERLY |= {"reshape", "flatten", "ravel", "contiguous", "__getitem__", "unflatten"}
+_ORDERLY |= {"__getitem__", "unflatten"}
+#: Functions and methods that give a view or a copy, depending on strides.
+PERHAPS_COPYING = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
+_ORDERLY |= PERHAPS_COPYING
 
 
 class Memory:
@@ -77,16 +80,21 @@ class Memory:
 
 
 class Place:
-    """Where a tensor is in a memory: by a step from another one; the root by none."""
+    """Where a tensor is in a memory: by a step from another one; the root by none.
 
-    __slots__ = ("_meta", "memory", "orderly", "parent", "step")
+    ``perhaps``: of another order in the memory, it would be a copy.
+    """
+
+    __slots__ = ("_meta", "memory", "orderly", "parent", "perhaps", "step")
 
     def __init__(self, memory: Memory, parent: Place | None, step: Any) -> None:
         self.memory, self.parent, self.step = memory, parent, step
         if parent is None:
             self.orderly = UNKNOWN not in vars(memory.root)
+            self.perhaps = False
         else:
             self.orderly = parent.orderly and step.name in _ORDERLY
+            self.perhaps = parent.perhaps
         self._meta: Any = None
 
     def meta(self) -> torch.Tensor | None:
@@ -96,18 +104,19 @@ class Place:
                 self._make()
         return self._meta if isinstance(self._meta, torch.Tensor) else None
 
-    def _make(self) -> Any:
-        if self._meta is not None:
-            return self._meta
-        if self.parent is None:
-            root = self.memory.root
+    def _make(self) -> None:
+        waiting, place = [], self
+        while place._meta is None and place.parent is not None:
+            waiting.append(place)
+            place = place.parent
+        if place._meta is None:
+            root = place.memory.root
             shape, dtype = tuple(root.shape), root.dtype
-            self._meta = torch.empty(shape, dtype=dtype, device="meta")
-            return self._meta
-        before = self.parent._make()
-        found = before is not False and self.step(before)
-        self._meta = found if share(before, found) else False
-        return self._meta
+            place._meta = torch.empty(shape, dtype=dtype, device="meta")
+        before = place._meta
+        for place in reversed(waiting):
+            found = before is not False and place.step(before)
+            before = place._meta = found if share(before, found) else False
 
     def strided(self) -> Strided | None:
         meta = self.meta()
@@ -197,6 +206,8 @@ def taken_out(tensor: Any) -> Any:
     root = place.memory.root
     if root is tensor:
         root = tensor._env.j2t_iso(tensor.jax())
+        if UNKNOWN in vars(tensor):
+            setattr(root, UNKNOWN, True)
         place.memory.replace_root(root)
     leave(tensor)
     return root
@@ -237,6 +248,8 @@ def written(tensor: Any, place: Place) -> None:
         for one in other.living() if other is not None else ():
             defer(one, _unreadable)
     members = [one for one in memory.living() if one is not tensor]
+    if place.perhaps or any(vars(one)[PLACE].perhaps for one in members):
+        setattr(memory.root, ORDERED, True)
     if not members and memory.root is tensor:
         return
     where = place.strided()

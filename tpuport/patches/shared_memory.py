@@ -14,10 +14,12 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tpuport.core.tracing.patching import Patch
 from tpuport.patches.memories import (
     BASE,
+    PERHAPS_COPYING,
     PLACE,
     UNKNOWN,
     Place,
@@ -35,8 +37,6 @@ from tpuport.patches.memories import (
     written,
 )
 
-#: Functions and methods that give a view or a copy, depending on strides.
-_PERHAPS_COPYING = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
 #: Functions that give views, where an override takes their place.
 _VIEWS = {"chunk", "expand", "permute", "select", "split", "squeeze", "tensor_split"}
 _VIEWS |= {"transpose", "unbind", "unflatten", "unsqueeze", "view", "narrow", "t"}
@@ -52,15 +52,17 @@ _VIEWS |= {
 _TURNING = {"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
 _TURNING |= {"detach_"}
 #: Operators whose result is contiguous, whatever they are given.
-_MAKING = {"linear", "mm", "bmm", "addmm", "baddbmm", "layer_norm", "rms_norm", "stack"}
+_MAKING = {"linear", "mm", "bmm", "addmm", "baddbmm", "layer_norm", "rms_norm"}
 _MAKING |= {"native_layer_norm", "softmax", "_softmax", "log_softmax", "embedding"}
 _MAKING |= {"gather", "repeat", "tile", "one_hot", "_unsafe_view"}
 #: Those whose result is contiguous if all that they are given is; pointwise ones too.
-_KEEPING = {"cat", "clone", "_to_copy", "to", "pad", "constant_pad_nd", "dropout"}
+_KEEPING = {"cat", "stack", "clone", "_to_copy", "pad", "constant_pad_nd", "dropout"}
 _KEEPING |= {"sum", "mean", "amax", "amin", "var", "cumsum", "group_norm", "where"}
 _KEEPING |= {"conv1d", "conv2d", "conv3d", "convolution", "interpolate", "type_as"}
 _KEEPING |= {"empty_like", "zeros_like", "ones_like", "full_like", "masked_fill"}
 _KEEPING |= {"native_group_norm", "index_put", "copy", "new_zeros", "new_ones"}
+#: Formats of ``to`` that turn no strides around.
+_KEPT = (None, torch.preserve_format, torch.contiguous_format)
 
 
 class _Kind(Enum):
@@ -70,6 +72,7 @@ class _Kind(Enum):
     MAKING = auto()
     KEEPING = auto()
     CONVERTING = auto()
+    PERHAPS_TURNING = auto()
     OTHER = auto()
 
 
@@ -86,10 +89,11 @@ def _kind(func: Any) -> _Kind:
 
 def _kind_of(func: Any, name: str) -> _Kind:
     named = {
-        _Kind.PERHAPS_COPYING: _PERHAPS_COPYING,
+        _Kind.PERHAPS_COPYING: PERHAPS_COPYING,
         _Kind.TURNING: _TURNING,
         _Kind.MAKING: _MAKING,
         _Kind.CONVERTING: {"to"},
+        _Kind.PERHAPS_TURNING: {"einsum"},
         _Kind.KEEPING: _KEEPING,
     }
     for kind, names in named.items():
@@ -123,7 +127,15 @@ def _note_view(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if PLACE not in vars(part):
             place = place_of(source)
             step = Step(func, args, kwargs, index)
+            _check_strides(step, place)
             join(part, Place(place.memory, place, step))
+
+
+def _check_strides(step: Step, place: Place) -> None:
+    """torchax counts strides in the tensor, and torch in the memory."""
+    meta = place.meta() if step.name == "as_strided" else None
+    if meta is not None and not meta.is_contiguous():
+        raise RuntimeError("as_strided of a view that is not contiguous: of a clone()")
 
 
 def _note_result(kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
@@ -136,7 +148,7 @@ def _note_result(kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
         for part in one if isinstance(one, list | tuple) else (one,):
             if is_array(part):
                 found = True
-                known = known and kind is not _Kind.OTHER and strides_known(part)
+                known = known and kind is _Kind.KEEPING and strides_known(part)
     if not found or known:
         return
     for part in result if isinstance(result, list | tuple) else (result,):
@@ -148,8 +160,12 @@ def _note_result(kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
 def _noted(kind: _Kind, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     if kind in (_Kind.VIEW, _Kind.PERHAPS_COPYING):
         _note_view(func, args, kwargs, result)
-    else:
-        _note_result(kind, args, kwargs, result)
+        return
+    _note_result(kind, args, kwargs, result)
+    if kind is _Kind.PERHAPS_TURNING:
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if is_array(one)]
+        if len(given) == 1:  # of several torch makes a product
+            place_of(result).memory.doubt(place_of(given[0]).memory)
 
 
 def _perhaps_copied(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -175,6 +191,8 @@ def _perhaps_copied(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
                 place_of(result).memory.doubt(place.memory)
             return result
     _note_view(func, (source, *args), kwargs, result)
+    if not is_slice(result):
+        place_of(result).perhaps = True
     return result
 
 
@@ -208,10 +226,17 @@ def _converted(args: Any, kwargs: Any, result: Any) -> Any:
     # to(device, dtype, non_blocking, copy): both flags by position is rare.
     flags = [one for one in args[1:] if isinstance(one, bool)]
     copied = kwargs.get("copy", len(flags) > 1 and flags[1])
-    if copied or kwargs.get("memory_format") is torch.channels_last:
-        return _copied(result, source)
-    same = is_slice(source) and result.dtype == source.dtype
-    return source if same else result
+    turned = kwargs.get("memory_format") not in _KEPT
+    if copied or turned:
+        result = _copied(result, source)
+        if turned:
+            setattr(result, UNKNOWN, True)
+            place_of(result).memory.doubt(place_of(source).memory)
+    elif is_slice(source) and result.dtype == source.dtype:
+        return source
+    if result is not source:
+        _note_result(_Kind.KEEPING, (source,), {}, result)
+    return result
 
 
 def _on_operator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,6 +303,8 @@ def _data(original: Any) -> property:
     """What is assigned to ``data`` takes the tensor out of its memory."""
 
     def assign(self: Any, other: Any) -> None:
+        if other is self:
+            return
         taken_out(self)
         self._elem = other.jax()
         place = place_of(other)

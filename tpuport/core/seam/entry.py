@@ -47,6 +47,7 @@ from tpuport.core.space.pictures import Pictures, pictures_of
 from tpuport.core.space.split_program import Call, SplitTracing
 from tpuport.core.tracing.block_stacks import StackError
 from tpuport.core.tracing.context import Active, activated, counted
+from tpuport.core.tracing.strided import ORDERED
 from tpuport.core.weights.gathering import usable_memory
 from tpuport.errors import TpuportError
 
@@ -188,6 +189,12 @@ class Entry(ProgramRuns):
             inside(container).clear()
             inside(container).update(inside(content))
         for number, tensor in written.items():
+            if number in out.ordered and not tensors[number].is_contiguous():
+                raise PortError(
+                    f"{self.name}: writes in place to a reshape, flatten or contiguous "
+                    "of an argument that is not contiguous, and has a program for "
+                    "contiguous ones; write to a clone(), or hand over .contiguous()"
+                )
             tensors[number].copy_(tensor)
         self._attributes.write(attributes)
         return result
@@ -444,6 +451,7 @@ class Entry(ProgramRuns):
             for number, (tensor, array) in enumerate(zip(values, arrays, strict=True))
             if tensor.jax() is not array
         }
+        out.ordered = frozenset(n for n in written if ORDERED in vars(values[n]))
         leaves: list[Any] = []
         out.result = take_apart((result, changed, written, attributes), leaves, [])
         return [_array(leaf, env) for leaf in leaves]

@@ -76,10 +76,13 @@ class Out:
         result: of forward, and what it changed: lists and dicts among its arguments by
             their number, tensors among its arguments by theirs, and attributes.
         draws: the random numbers that forward took.
+        ordered: numbers of tensors among the arguments that are changed as torch does
+            where they are contiguous.
     """
 
     result: Form | None = None
     draws: tuple[Draw, ...] = ()
+    ordered: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+#: Says of a tensor that a write counts on the order of its elements in the memory.
+ORDERED = "_tpuport_ordered"
+
 
 def write_box(
     x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
