@@ -405,7 +405,8 @@ def test_small_tensors_that_forward_makes_on_the_host_are_constants() -> None:
         index = torch.tensor([0, 2])
         x[index] = 7
         x[1][torch.tensor([1, 3])] = torch.tensor([[1.0], [2.0]])
-        return x, x[:, index], x + torch.tensor([1.0]), longer(x)
+        one = x[torch.tensor([2])]
+        return x, x[:, index], one, x + torch.tensor([1.0]), longer(x)
 
     def longer(x: torch.Tensor) -> torch.Tensor:
         return x.repeat_interleave(torch.tensor([1, 0, 2, 3]), 0)

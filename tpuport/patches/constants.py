@@ -95,14 +95,19 @@ def _mixed(
     kwargs: Any,
 ) -> Any:
     """The call, with small tensors of the host that forward made as constants."""
-    try:
-        result = original(env, func, types, args, kwargs)
-    except AssertionError:  # torchax's, of a tensor of the host
+    if any(map(_is_made, (*args, *kwargs.values()))):
         args, kwargs = on_device(env, (args, kwargs))
-        result = original(env, func, types, args, kwargs)
+    result = original(env, func, types, args, kwargs)
     if func is torch.tensor and _OWN not in vars(result):
         vars(result)[_MADE] = True
     return result
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a value is a tensor of the host that forward made, or has some."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_made, value))
+    return isinstance(value, torch.Tensor) and _MADE in vars(value)
 
 
 def on_device(env: Any, tree: Any) -> Any:

@@ -185,7 +185,8 @@ def _perhaps_copied(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         known = found is not None and UNKNOWN not in vars(place.memory.root)
         if not known or not share(meta, found):
             result = _copied(result, source)
-            if not known or not found.is_contiguous():
+            always = step.name == "contiguous" and "memory_format" not in kwargs
+            if not always and not (known and found.is_contiguous()):
                 vars(result)[UNKNOWN] = True
             if not known:
                 place_of(result).memory.doubt(place.memory)
