@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
-from tpuport.core.spec import kinds
+from tpuport.core.spec import kinds, outside
 from tpuport.core.spec.lora_choice import LoraChoice
 from tpuport.core.spec.run_settings import RunSettings, read_value
 from tpuport.errors import UsageError, did_you_mean
@@ -105,9 +105,9 @@ def port(
     if is_module:
         wanted = module_target(target, model, placed, settings, reporter)
         return port_module(target, wanted, reporter)
-    pipeline = type(target).__name__
-    wanted = claimed_target(pipeline, placed, settings, reporter)
-    built = executables_for(pipeline, wanted, settings, reporter)
+    claim = outside.claim_on(type(target))
+    wanted = claimed_target(claim, placed, settings, reporter)
+    built = executables_for(type(target).__name__, wanted, settings, reporter)
     if built is not None:
         built.check_modules(target.components)
     if settings.lora:

@@ -277,12 +277,16 @@ outside.claimed_by(lambda: [one for m in model_plugins() for one in m.outside])
 def plugin_for(pipeline: str) -> ModelPlugin | None:
     """The installed plugin that claims an upstream pipeline class.
 
+    Args:
+        pipeline: a name in diffusers, or ``"package.module:Class"``.
+
     A plugin of another package takes the place of one of tpuport's own.
 
     Raises:
         PluginError: two plugins claim the class.
     """
-    found = [model for model in model_plugins() if pipeline in model.pipelines]
+    claim = pipeline if ":" in pipeline else f"{outside.DIFFUSERS}:{pipeline}"
+    found = [model for model in model_plugins() if claim in model.claimed]
     if len(found) > 1:
         known = installed_plugins()
         found = [m for m in found if not known[m.name].module.startswith("tpuport.")]

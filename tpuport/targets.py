@@ -18,6 +18,7 @@ from tpuport.core.files.stores import StorePath, fetched
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.programs.folder_place import BUILT
 from tpuport.core.reports import Reporter, plural
+from tpuport.core.spec import outside
 from tpuport.core.spec.component import TORCHAX, NativeForm
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import RunSettings
@@ -126,7 +127,7 @@ def matched_loras(
         UsageError: a key fits no weight.
         WeightsError: a file is damaged.
     """
-    plugin = plugin_for(kind.__name__)
+    plugin = plugin_for(outside.claim_on(kind))
     names = {} if plugin is None else plugin.lora_names
     return tuple(lora.matched(kind, modules, names, reporter) for lora in loras)
 
@@ -173,17 +174,22 @@ def made_with(target: Target, settings: RunSettings) -> dict[str, Any]:
 def claimed_target(
     pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
 ) -> Target:
-    """:func:`general_target` with what the plugin of a pipeline class knows, if any."""
+    """:func:`general_target` with what the plugin of a pipeline class knows, if any.
+
+    Args:
+        pipeline: as of :func:`plugin_for`.
+    """
     general = general_target(placed, settings)
     pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
+    name = pipeline.rpartition(":")[2]
     for one in model_plugins():
         one.check_claims()
     plugin = plugin_for(pipeline)
     if plugin is None:
-        return _without_plugin(general, settings, pipeline)
+        return _without_plugin(general, settings, name)
     plugin.check()
     chosen = {"vae": settings.vae}
-    return _of_plugin(general, plugin, settings, reporter, pipeline, chosen)
+    return _of_plugin(general, plugin, settings, reporter, name, chosen)
 
 
 def module_target(

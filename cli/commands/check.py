@@ -209,7 +209,7 @@ def _idle(name: str, settings: Settings, display: Display) -> list[str]:
     with display.timed("looking at the patches"), upstreams_errors(folder.class_name):
         for blocks in every:
             own = replace(settings, cache_dir=None, blocks=blocks)
-            target = targets.claimed_target(folder.class_name, placed, own, Reporter())
+            target = targets.claimed_target(folder.claim, placed, own, Reporter())
             pipeline = without_weights(folder, torch.float32)
             pipeline.set_progress_bar_config(disable=True)
             left = [*idle.values()]

@@ -260,7 +260,7 @@ def _compared(
             return given
         return {**given, "generator": torch.Generator("cpu").manual_seed(0)}
 
-    plugin = plugin_for(folder.class_name)
+    plugin = plugin_for(folder.claim)
     laid_out = plugin is not None and any(m.layout for m in plugin.modules.values())
     ported: list[tuple[MeshSpec, Target]] = []
     for mesh in MESHES if laid_out else MESHES[:-1]:
@@ -270,7 +270,7 @@ def _compared(
         placed = targets.place_for_port(mesh)
         own = replace(settings, dtype=Dtype.FLOAT32, mesh=mesh, cache_dir=None)
         told = Reporter() if ported else reporter
-        target = targets.claimed_target(folder.class_name, placed, own, told)
+        target = targets.claimed_target(folder.claim, placed, own, told)
         ported.append((mesh, target))
     pair = Pair(ours=pipelines[0], theirs=pipelines[1], arguments=call)
     with reporter.timed("running upstream's own code"):

@@ -73,7 +73,7 @@ def check_vae(settings: Settings, folder: PipelineFolder) -> None:
     """Refuse an autoencoder that the pipeline's plugin does not have."""
     if settings.vae == TORCHAX:
         return
-    plugin = plugin_for(folder.class_name)
+    plugin = plugin_for(folder.claim)
     if plugin is None:
         raise UsageError(
             f"--vae {settings.vae}: is for a plugin, and {folder.class_name} has none"
@@ -168,8 +168,8 @@ class PipelineCall:
         Args:
             reporter: told of a plugin whose patches are used.
         """
-        own, name = replace(self.settings, cache_dir=None), self.folder.class_name
-        found = targets.claimed_target(name, placed, own, reporter)
+        own = replace(self.settings, cache_dir=None)
+        found = targets.claimed_target(self.folder.claim, placed, own, reporter)
         return found.streaming(self.streamed)
 
     def rehearsed(

@@ -131,10 +131,11 @@ def new_package(
     cls = small.pipeline_class(pipeline)
     if settings.weights:
         subject = Subject.find(pipeline, settings, reporter)
-        found = outside.name_of(subject.configs["model_index"].get("_class_name"))
-        if found != cls.__name__:
+        found = outside.claim_of(subject.configs["model_index"].get("_class_name"))
+        if found != (wanted := outside.claim_on(cls)):
+            found, wanted = (one.removeprefix("diffusers:") for one in (found, wanted))
             raise UsageError(
-                f"--weights {settings.weights} is of a {found}, not of {cls.__name__}"
+                f"--weights {settings.weights} is of a {found}, not of {wanted}"
             )
     else:
         subject = Subject(plugin=None, configs=small.of_class(pipeline))

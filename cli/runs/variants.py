@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.environment import DEFAULT_MODEL, cache_folder, import_libraries
 from tpuport.cli.asked.settings import Settings
@@ -22,6 +22,9 @@ from tpuport.core.spec.run_settings import DEMO, read_value
 from tpuport.core.weights.hub import local_folder, read_index
 from tpuport.errors import UsageError
 from tpuport.plugins import configs_of, folder_of, get_model, model_plugins, plugin_for
+
+if TYPE_CHECKING:
+    from tpuport.core.pipelines.folder import PipelineFolder
 
 #: The shape, width by height, that size classes are named by: 720p is 1280x720.
 NAMED = 16 / 9
@@ -69,7 +72,7 @@ def _known(settings: Settings) -> tuple[ModelPlugin | None, Mapping[str, Any]]:
     assert settings.weights is not None
     if (folder := local_folder(settings.weights)) is not None:
         _, index = read_index(folder)
-        return plugin or plugin_for(outside.name_of(index.get("_class_name"))), index
+        return plugin or plugin_for(outside.claim_of(index.get("_class_name"))), index
     source = str(settings.weights)
     for known in model_plugins():
         for one in known.variants.values():
@@ -95,10 +98,10 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
         settings = replace(settings, weights=None)
     if settings.model is not None:
         plugin = read_value(get_model, settings.model, "--model")
-        pipeline = settings.weights and _pipeline_of(settings)
-        if pipeline and pipeline not in plugin.pipelines:
+        folder = _folder_of(settings) if settings.weights else None
+        if folder is not None and folder.claim not in plugin.claimed:
             raise UsageError(
-                f"--model {plugin.name} does not know the {pipeline} of "
+                f"--model {plugin.name} does not know the {folder.class_name} of "
                 f"{settings.weights}; leave the flag out"
             )
         return resolved(settings, plugin, weights=weights)
@@ -112,24 +115,24 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
                     named = replace(settings, variant=name)
                     return resolved(named, plugin, weights=weights)
         return settings
-    pipeline = _pipeline_of(settings)
-    known = plugin_for(pipeline)
+    folder = _folder_of(settings)
+    known = plugin_for(folder.claim)
     if known is None:
         raise UsageError(
-            f"--variant {settings.variant}: no plugin knows {pipeline} of {source}; "
-            "leave the flag out"
+            f"--variant {settings.variant}: no plugin knows {folder.class_name} of "
+            f"{source}; leave the flag out"
         )
     return resolved(settings, known, weights=weights)
 
 
-def _pipeline_of(settings: Settings) -> str:
-    """The class that the weights name."""
+def _folder_of(settings: Settings) -> PipelineFolder:
+    """The folder that the weights name; its index alone is fetched."""
     assert settings.weights is not None
     import_libraries(Reporter())
     from tpuport.core.pipelines.folder import PipelineFolder
 
     kept = cache_folder(settings.cache_dir), settings.cache_store
-    return PipelineFolder.find(settings.weights, Reporter(), *kept).class_name
+    return PipelineFolder.find(settings.weights, Reporter(), *kept)
 
 
 def resolved(

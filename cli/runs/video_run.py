@@ -94,7 +94,7 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     cache = cache_folder(settings.cache_dir)
     store = settings.cache_store
     folder = PipelineFolder.find(settings.weights, reporter, cache, store)
-    plugin = plugin_for(folder.class_name)
+    plugin = plugin_for(folder.claim)
     if plugin is not None and (given := media_of(settings)):
         folder = folder.taking(plugin, given, reporter)
     folder = replace(
@@ -410,7 +410,8 @@ class VideoRun(PipelineCall):
 
     def _target(self) -> Target:
         name, settings, reporter = self.folder.class_name, self.settings, self.reporter
-        target = targets.claimed_target(name, self.placed, settings, reporter)
+        claim = self.folder.claim
+        target = targets.claimed_target(claim, self.placed, settings, reporter)
         self.blocks = target.blocks
         built = targets.executables_for(name, target, settings, reporter)
         return target.with_executables(built)

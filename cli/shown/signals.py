@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from tpuport.core.files.atomic import remove_scratch
+from tpuport.core.files.atomic import remove_unfinished
 from tpuport.core.mesh.hosts import here
 
 #: Signals that ask the program to end, and what a person reads.
@@ -243,9 +243,20 @@ def _end_compile(signum: int) -> None:
 def _end_anyway(signum: int, where: str = "") -> None:
     """End the program, which may be in a call that hears no signal."""
     code, word = in_words(signal.Signals(signum))
-    remove_scratch()
+    remove_unfinished()
+    # The call under way may be a write that waits for its reader, and holds the stream.
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(1)
     os.write(2, f"{_cursor()}\n{word}{where}\n".encode())
     os._exit(code)
+
+
+def _flush() -> None:
+    """Write out what was printed. The terminal may be gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _cursor() -> str:
@@ -277,6 +288,5 @@ def _leave(code: int, word: str = "") -> NoReturn:
             sys.stderr.write(_CURSOR)
         if word:
             print(word, file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+    _flush()
     os._exit(code)

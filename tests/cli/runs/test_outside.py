@@ -128,6 +128,20 @@ def test_a_component_of_a_package_that_nobody_claims_is_not_imported(
     assert "mypkg" not in sys.modules
 
 
+@pytest.mark.parametrize("module", ["nosuch", "other"])
+def test_a_component_of_another_module_of_the_package_is_not_imported(
+    cli: Cli, folder: Path, package: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    claim(monkeypatch)
+    (package / "mypkg/other.py").write_text("raise SystemExit('ran')")
+    file = folder / "model_index.json"
+    index = json.loads(file.read_text())
+    index["transformer"][0] = f"mypkg.{module}"
+    file.write_text(json.dumps(index))
+    last = cli("generate", "--weights", folder, *ASKED, "--out", "fox.gif").last
+    assert f"names transformer as mypkg.{module}.MyTransformer; tpuport runs" in last
+
+
 def test_a_package_is_written_for_the_class_and_checked(
     cli: Cli, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -39,11 +40,17 @@ raise SystemExit(signals.as_program(run))
 """
 
 
+def buffered() -> dict[str, str]:
+    """The variables of a program that prints in blocks, as into a file."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+
+
 def ended(body: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the program with this work."""
     body = body.strip().replace("\n", "\n    ")
     done = subprocess.run(
         [sys.executable, "-c", HEARD + PROGRAM.format(body=body)],
+        env=buffered(),
         capture_output=True,
         text=True,
         timeout=600,
@@ -239,10 +246,10 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", {2_000_000_000 if compiles else 4_000_00
 def test_a_command_that_keeps_nothing_does_not_wait_for_a_call(
     signum: signal.Signals, tmp_path: Path
 ) -> None:
-    """Its scratch folders go."""
+    """What the command printed is out, and what it has not finished goes."""
     body = f"""
 import hashlib, pathlib, threading
-from tpuport.core.files.atomic import scratch_folder
+from tpuport.core.files.atomic import new_folder, replacing, scratch_folder
 
 signals._SOON = 0.2
 signals.keep_nothing()
@@ -253,15 +260,46 @@ def first():
         time.sleep(0.01)
     send({int(signum)})
 
-with scratch_folder(place={str(tmp_path)!r}) as place:
-    (place / "file").touch()
+place = pathlib.Path({str(tmp_path)!r})
+print("begun")
+with (
+    scratch_folder(place=place) as scratch,
+    new_folder(place / "built") as built,
+    replacing(place / "video"),
+):
+    (scratch / "file").touch()
+    (built / "file").touch()
     threading.Thread(target=first, daemon=True).start()
     call = main.f_lineno + 1
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
 """
     word = "interrupted" if signum == signal.SIGINT else "terminated"
-    assert ended(body) == (128 + signum, "", f"\n{word}\n")
+    assert ended(body) == (128 + signum, "begun\n", f"\n{word}\n")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_command_ends_while_it_prints_and_nobody_reads() -> None:
+    """The write of a thread holds the stream, which cannot be flushed."""
+    body = """
+    import hashlib, threading
+    signals._SOON = 0.2
+    signals.keep_nothing()
+    write = lambda: sys.stdout.write("." * 10_000_000)
+    threading.Thread(target=write, daemon=True).start()
+    threading.Timer(0.2, send, [signal.SIGTERM]).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
+"""
+    program = HEARD + PROGRAM.format(body=body.strip())
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=buffered(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as run:
+        try:
+            assert run.wait(60) == 143
+        finally:
+            run.kill()
 
 
 #: A command whose import of the libraries hears no signal, as a compile.

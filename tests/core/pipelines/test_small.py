@@ -23,6 +23,7 @@ from tpuport.core.pipelines.small import (
 from tpuport.core.pipelines.stand_in import write_configs, write_random
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of
+from tpuport.core.spec import outside
 from tpuport.errors import UsageError
 
 LTX = Path(__file__).parents[3] / "docs/example/ltx_small.json"
@@ -48,6 +49,12 @@ def test_a_class_name_is_enough(name: str, tmp_path: Path) -> None:
     sizes = [p.numel() for m in modules_of(pipeline).values() for p in m.parameters()]
     assert sum(sizes) < 100e6
     assert json.loads(as_text(configs)) == configs
+
+
+def test_what_is_no_pipeline_opens_no_package() -> None:
+    with pytest.raises(UsageError, match="json:JSONDecoder is no pipeline"):
+        of_class("json:JSONDecoder")
+    assert outside.module_named("json") is None
 
 
 def test_the_text_of_a_unet_is_as_wide_as_the_class_says() -> None:

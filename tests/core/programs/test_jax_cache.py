@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.core.files.runs import failing
 from tests.processes import needs_libtpu, run_program
 from tpuport.core.files import stores
 from tpuport.core.files.stores import StorePath
@@ -101,6 +103,27 @@ def test_programs_in_a_store_are_those_of_every_machine(
     first, second = failures
     assert f"{store / name}: cannot be read (ConnectionResetError" in first
     assert "cannot be written" in second
+
+
+def test_programs_in_a_folder_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, persistent_cache(tmp_path):
+        patch.setattr(os, "replace", failing)  # as where the process ends before
+        with pytest.warns(match="cannot be written"):
+            compile_once(0.1875)
+    assert [*tmp_path.iterdir()] == []
+    with persistent_cache(tmp_path), warnings.catch_warnings(action="ignore"):
+        compile_once(0.1875)
+        (name,) = names(tmp_path)
+        whole = (tmp_path / name).read_bytes()
+        # What other software cut is compiled, and written again.
+        (tmp_path / name).write_bytes(whole[:9])
+        compile_once(0.1875)
+        assert len((tmp_path / name).read_bytes()) > 9
+        before = cache_hits()
+        compile_once(0.1875)
+    assert cache_hits() == before + 1
 
 
 @pytest.mark.parametrize("folder", ["cache", None])

@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 import pytest
+import torch
 
 from tests.pipelines.example import all_examples, made
 from tpuport import api, plugins
@@ -214,6 +215,15 @@ def test_claims_may_be_classes() -> None:
     assert replace(PLUGIN, claims=diffusers.LTXPipeline).pipelines == ("LTXPipeline",)
     with pytest.raises(PluginError, match="AutoencoderKL', which is no pipeline"):
         replace(PLUGIN, claims="diffusers:AutoencoderKL").check()
+
+
+def test_a_component_is_of_upstreams_class_or_one_below() -> None:
+    plugin = replace(PLUGIN, modules={"transformer": Module()})
+    upstreams = diffusers.LTXVideoTransformer3DModel
+    below = type("Mine", (upstreams,), {})
+    other = type(upstreams.__name__, (torch.nn.Module,), {})
+    found = [plugin.component_of(one) for one in (upstreams, below, other)]
+    assert found == ["transformer", "transformer", None]
 
 
 def test_a_native_form_may_be_a_function_that_makes_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,25 @@ def test_an_object_that_is_another_one_since_is_refused(
         f"{FOLDER / NAME}: {what} since its header was read; let the folder be as it "
         "is while a run reads it, and run again"
     )
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = tmp_path / "w.safetensors", os.preadv
+    save_file({"w": torch.ones(8)}, file)
+    with unread("x"):
+        stored = load_file(file)["w"].stored
+    whole = file.read_bytes()
+
+    def changed(*given: Any) -> int:
+        file.write_bytes(whole[:-4] + bytes(4))
+        os.utime(file, ns=(0, 0))
+        return read(*given)
+
+    monkeypatch.setattr(os, "preadv", changed)
+    with pytest.raises(WeightsError, match="has changed since"):
+        stored.whole()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import threading
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec
+from safetensors.torch import load_file, save_file
 
-from tests.core.tracing.towers import Tower, tower
+from tests.core.tracing.towers import tower
 from tests.patches.tools import model_runtime
 from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.device_mesh import build_mesh
@@ -28,6 +30,7 @@ from tpuport.core.weights import placement
 from tpuport.core.weights.file_parts import Index
 from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
+from tpuport.core.weights.stored_tensors import unread
 from tpuport.errors import ShardingError, StoreError
 
 RULES = (
@@ -39,11 +42,12 @@ RULES = (
 
 
 def planned(
-    module: Tower, rules: tuple[ShardRule, ...] = RULES
+    module: Any, rules: tuple[ShardRule, ...] = RULES, stacks: Any = None
 ) -> tuple[PortedModule, ShardingPlan, Any]:
     mesh = build_mesh(MeshSpec(dp=1, tp=2))
-    stack = Stack("blocks", 0, tuple(module.blocks))
-    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"), (stack,))
+    if stacks is None:
+        stacks = (Stack("blocks", 0, tuple(module.blocks)),)
+    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"), stacks)
     stored = dict(module.state_dict())
     plan = plan_sharding(rules, stored, dict(mesh.shape), component="tower")
     return ported, plan, mesh
@@ -140,6 +144,36 @@ def test_parts_are_read_ahead_up_to_a_number_of_bytes(
         place_weights(ported, wanted, breaks, ahead=True)
 
 
+def test_bytes_that_are_read_ahead_are_those_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of float32 has twice the bytes of the weights in bfloat16."""
+    module = torch.nn.ModuleList(torch.nn.Linear(6, 6, bias=False) for _ in range(9))
+    save_file(module.state_dict(), tmp_path / "w.safetensors")
+    with unread("x"):
+        found = load_file(tmp_path / "w.safetensors")
+    halves = {name: one.to(torch.bfloat16) for name, one in found.items()}
+    module.load_state_dict(halves, assign=True)
+    ported, plan, mesh = planned(module, (ShardRule(pattern=".*", spec=()),), stacks=())
+    monkeypatch.setattr(placement, "AHEAD_BYTES", 4 * 6 * 6)  # of one tensor
+    begun: list[int] = []
+    more = threading.Condition()
+
+    def read(name: str, index: Index) -> np.ndarray:
+        with more:
+            begun.append(0)
+            more.notify_all()
+            if len(begun) == 1:
+                more.wait_for(lambda: len(begun) > 3, 0.3)
+                begun[0] = len(begun)
+        return np.zeros((6, 6), jnp.bfloat16)
+
+    place_weights(ported, abstract_weights(ported, plan, mesh), read, ahead=True)
+    # The next one, one ahead, and one that reaches beyond.
+    assert 1 <= begun[0] <= 3
+    assert len(begun) == 9
+
+
 LAYER, COUNT = 2**20, 12
 
 
@@ -157,7 +191,7 @@ class Wide(torch.nn.Module):
 
 def test_the_host_holds_a_few_tensors_and_the_devices_each_weight_once() -> None:
     rules = (ShardRule(pattern=r"blocks\.\d+\.weight", spec=("tp", None)),)
-    ported, plan, mesh = planned(Wide(), rules)  # type: ignore[arg-type]
+    ported, plan, mesh = planned(Wide(), rules)
     wanted = abstract_weights(ported, plan, mesh)
     alive: list[int] = []
     held: list[int] = []
@@ -199,7 +233,8 @@ def test_a_layer_is_written_into_the_memory_of_its_stack() -> None:
     mesh = build_mesh(MeshSpec(dp=1, tp=2))
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(None, "tp"))
     stack = jax.ShapeDtypeStruct((COUNT, 512, 512), jnp.float32, sharding=sharding)
-    _, write, one = placement._filling(stack.shape, stack.dtype, sharding)
+    _, write = placement._filling(stack.shape, stack.dtype, sharding)
+    one = jax.sharding.NamedSharding(mesh, PartitionSpec("tp"))
     layer = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=one)
     memory = write.lower(stack, layer, 0).compile().memory_analysis()
     assert memory.alias_size_in_bytes == COUNT * LAYER // 2

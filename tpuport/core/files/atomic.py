@@ -106,14 +106,15 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: whatever the file system raised; callers turn it into their own error.
     """
     temporary = temporary_beside(path, ".tmp")
-    try:
-        temporary.touch(exist_ok=False)
-        yield temporary
-        flush(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with _passing(temporary):
+        try:
+            temporary.touch(exist_ok=False)
+            yield temporary
+            flush(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     _flush_folder(path.parent)
 
 
@@ -127,35 +128,47 @@ def new_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(folder)
     temporary.mkdir()
-    try:
-        yield temporary
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-_scratch: set[Path] = set()
+    with _passing(temporary):
+        try:
+            yield temporary
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def scratch_folder(
     prefix: str = "tpuport-", place: Path | None = None
 ) -> Iterator[Path]:
-    """An empty folder that goes with the block, or with :func:`remove_scratch`."""
-    with tempfile.TemporaryDirectory(
-        prefix=prefix, dir=place, ignore_cleanup_errors=True
-    ) as name:
-        _scratch.add(Path(name))
-        try:
-            yield Path(name)
-        finally:
-            _scratch.discard(Path(name))
+    """An empty folder that goes with the block."""
+    with (
+        tempfile.TemporaryDirectory(
+            prefix=prefix, dir=place, ignore_cleanup_errors=True
+        ) as name,
+        _passing(Path(name)),
+    ):
+        yield Path(name)
 
 
-def remove_scratch() -> None:
-    """Remove all such folders of this process, which ends."""
-    for folder in [*_scratch]:
-        shutil.rmtree(folder, ignore_errors=True)
+_unfinished: set[Path] = set()
+
+
+@contextlib.contextmanager
+def _passing(path: Path) -> Iterator[None]:
+    """A file or folder goes with :func:`remove_unfinished` in this block."""
+    _unfinished.add(path)
+    try:
+        yield
+    finally:
+        _unfinished.discard(path)
+
+
+def remove_unfinished() -> None:
+    """Remove what this process, which ends, has begun and not finished: temporary
+    files, and folders of :func:`new_folder` and :func:`scratch_folder`."""
+    for path in [*_unfinished]:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def missing(folder: Path) -> list[Path]:

@@ -7,7 +7,6 @@ of its blocks say so for a modular pipeline.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -146,7 +145,7 @@ class PipelineFolder:
                 f"{self.reference} are for no other class of {plugin.name} that does"
             )
         reporter.say(f"{self.class_name}: run as {found.__name__}")
-        named = plugin.entry_of(found.__name__)
+        named = outside.entry_of(outside.claim_on(found))
         return replace(self, index={**self.index, "_class_name": named})
 
     def fetched(self, reporter: Reporter, *, weights: bool = True) -> PipelineFolder:
@@ -174,7 +173,7 @@ class PipelineFolder:
             raise WeightsError(f"{self._index} names no pipeline (_class_name)")
         if isinstance(found, str):
             return found
-        unknown = outside.claim_of(found) is None
+        unknown = not outside.claimed(outside.claim_of(found))
         if unknown or (self.folder / f"{found[0]}.py").exists():
             raise WeightsError(
                 f"{self._index} names the pipeline {quoted(found)}, which is code of "
@@ -182,6 +181,12 @@ class PipelineFolder:
                 "packages that a plugin claims"
             )
         return outside.name_of(found)
+
+    @property
+    def claim(self) -> str:
+        """The claim that is on the pipeline's class, if any is."""
+        _ = self.class_name  # which refuses code of its own
+        return outside.claim_of(self.index["_class_name"])
 
     @cached_property
     def pipeline_class(self) -> Any:
@@ -192,11 +197,9 @@ class PipelineFolder:
                 pipeline, or it needs a package that is not installed.
         """
         name, version = self.class_name, diffusers.__version__
-        entry = self.index["_class_name"]
-        found = getattr(diffusers, name, None) if entry == name else None
-        claim = outside.claim_of(entry) if found is None else None
-        if claim is not None:
-            found = import_named(claim)
+        found = getattr(diffusers, name, None)
+        if outside.claimed(self.claim):
+            found = import_named(self.claim)
         if found is None:
             known = [n for n in dir(diffusers) if n.endswith("Pipeline")]
             hint = did_you_mean(name, known, "install a diffusers that has the class")
@@ -397,8 +400,8 @@ class PipelineFolder:
         if module is None:
             raise WeightsError(
                 f"{self._index} names {name} as {library}.{class_name}; tpuport runs "
-                "classes of diffusers and transformers, and of packages whose pipeline "
-                "a plugin claims"
+                "classes of diffusers and transformers, and of modules that come with "
+                "a pipeline that a plugin claims"
             )
         try:
             found = getattr(module, class_name)
@@ -559,7 +562,7 @@ class PipelineFolder:
 
     def _loaded(self, dtype: torch.dtype) -> Any:
         libraries = [library for library, _ in self.components().values()]
-        if self.blocks is not None or any(map(outside.may_import, libraries)):
+        if self.blocks is not None or any(map(outside.module_named, libraries)):
             # Upstream's loader takes no component of another package.
             parts = {name: self.part(name, dtype) for name in self.components()}
             return self.put_together(parts)
@@ -602,9 +605,8 @@ def _value(text: str) -> Any:
 def library_named(name: str) -> Any:
     """The module whose classes an index names; ``None`` if there is none."""
     known = {"diffusers": diffusers, "transformers": transformers}
-    if outside.may_import(name):
-        return importlib.import_module(name)
-    return known.get(name) or getattr(diffusers.pipelines, name, None)
+    found = known.get(name) or outside.module_named(name)
+    return found or getattr(diffusers.pipelines, name, None)
 
 
 def is_a(found: Any, kind: type) -> bool:
@@ -637,10 +639,9 @@ def class_taking(
         ``None`` if there is no such class.
     """
     there = {n for n, one in index.items() if isinstance(one, list) and None not in one}
-    classes = dict(zip(plugin.pipelines, plugin.classes, strict=True))
-    first = outside.name_of(index["_class_name"])
-    for name in dict.fromkeys((first, *classes)):
-        cls = classes.get(name) or getattr(diffusers, name)
+    first = outside.claim_of(index["_class_name"])
+    for claim in dict.fromkeys((first, *plugin.claimed)):
+        cls, name = import_named(claim), claim.partition(":")[2]
         known = {*cls._get_signature_keys(cls)[0]}
         whole = known - {*cls._optional_components} <= there
         whole = whole and not any(map(denoises, there - known))

@@ -88,7 +88,7 @@ def of_class(name: str) -> Configs:
             be made without configs.
     """
     cls = pipeline_class(name)
-    entry = name.split(":") if ":" in name else name
+    entry = outside.entry_of(name) if ":" in name else name
     index: dict[str, Any] = {"_class_name": entry}
     configs: Configs = {"model_index": index}
     found = {part: _choices(*kinds) for part, kinds in _signature(cls).items()}
@@ -101,7 +101,7 @@ def of_class(name: str) -> Configs:
             index[part] = [None, None]
             continue
         needed[part] = kind = _fitting(name, part, kinds, wide)
-        place, own = kind.__module__.split("."), outside.may_import(kind.__module__)
+        place, own = kind.__module__.split("."), outside.module_named(kind.__module__)
         library = place[2] if "pipelines" in place else place[0]
         index[part] = [
             kind.__module__ if own else library,
@@ -166,7 +166,8 @@ def _fitting(
     if kind is inspect.Parameter.empty and part == "scheduler":
         return diffusers.FlowMatchEulerDiscreteScheduler
     library = outside.package_of(kind.__module__)
-    if not (library in ("diffusers", "transformers") or outside.may_import(library)):
+    known = library in ("diffusers", "transformers")
+    if not (known or outside.module_named(kind.__module__)):
         raise _refused(pipeline, f"{part} is a {kind.__name__}")
     if len(kinds) == 1 or not part.endswith("vae"):
         return kind
@@ -224,8 +225,9 @@ def pipeline_class(name: str) -> Any:
                 f"{name} cannot be imported: {type(error).__name__}: "
                 f"{one_line(error)}; install the package that has the class"
             ) from error
-        outside.named(name)
     if isinstance(found, type) and issubclass(found, base) and found is not base:
+        if ":" in name:
+            outside.named(name)
         return found
     known = [one for one in dir(diffusers) if one.endswith("Pipeline")]
     hint = did_you_mean(name, known, "name a class such as WanPipeline")

@@ -1,6 +1,8 @@
 """jax's own persistent cache of compiled programs, on and off for a block.
 
-In a store the programs are objects of the names that jax gives files in a folder.
+Entries have the names that jax gives files. An entry appears whole or not at all, in a
+folder as in a store: jax's own class leaves half an entry where a process ends, and
+never replaces it.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,7 @@ import jax.monitoring
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
-from tpuport.core.files.atomic import cannot_write
+from tpuport.core.files.atomic import atomic_write_bytes, cannot_write
 from tpuport.core.files.stores import AnyPath, StorePath
 from tpuport.errors import StoreError
 
@@ -40,11 +43,11 @@ _hits = 0
 
 
 @dataclass(eq=False)
-class _InStore(CacheInterface):
-    """Programs in a folder of a store.
+class _Programs(CacheInterface):
+    """Programs in a folder, on this machine or in a store.
 
     Attributes:
-        failures: what the store refused; jax would hide it.
+        failures: what a store refused. jax warns of what the folder's disk refused.
     """
 
     _path: Any
@@ -62,8 +65,12 @@ class _InStore(CacheInterface):
 
     def put(self, key: str, value: bytes) -> None:
         """Also in place of an entry that jax could not read."""
+        entry = self._path / f"{key}-cache"
+        if isinstance(entry, Path):
+            atomic_write_bytes(entry, value)
+            return
         try:
-            (self._path / f"{key}-cache").write_bytes(value)
+            entry.write_bytes(value)
         except StoreError as error:
             self.failures.append(str(error))
 
@@ -86,21 +93,20 @@ def persistent_cache(folder: AnyPath | None) -> Iterator[list[str]]:
         yield []
         return
     if isinstance(folder, StorePath):
-        with _opened(found := _InStore(folder)):
-            yield found.failures
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    with _set({**_SETTINGS, "jax_compilation_cache_dir": str(folder)}):
-        yield []
+        name = f"{folder.scheme}:{folder.key}"  # no address, which jax would open
+    else:
+        name = str(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+    with _opened(name, found := _Programs(folder)):
+        yield found.failures
 
 
 @contextlib.contextmanager
-def _opened(cache: _InStore) -> Iterator[None]:
+def _opened(name: str, cache: _Programs) -> Iterator[None]:
     """jax opens this cache, in this block and after blocks within."""
-    name = f"{cache._path.scheme}:{cache._path.key}"  # no address, which jax would open
     open_folder = compilation_cache.get_file_cache
 
     def opened(path: str) -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Blocks, denoises
 from tpuport.core.mesh.mesh_spec import AXES
+from tpuport.core.spec import outside
 from tpuport.core.spec.component import (
     TORCHAX,
     Declared,
@@ -267,12 +268,12 @@ class ModelPlugin(Declared):
                 f"a plugin may not be called {self.name!r}: use small letters, digits, "
                 "dots and dashes"
             )
-        for claim in self._claims:
+        for claim in self.claimed:
             if not re.fullmatch(r"[\w.]+:\w+", str(claim)):
                 raise PluginError(
                     f'plugin {self.name}: claim {claim!r} is not "package:Class"'
                 )
-        if not self._claims:
+        if not self.claimed:
             raise PluginError(f"plugin {self.name}: claims no pipeline class")
         for field_, kind in (("modules", Module), ("variants", Published)):
             named = getattr(self, field_)
@@ -301,36 +302,35 @@ class ModelPlugin(Declared):
             ) from None
 
     @property
-    def _claims(self) -> tuple[str, ...]:
+    def claimed(self) -> tuple[str, ...]:
+        """The claims, of diffusers' own classes always as ``"diffusers:Class"``."""
         given = self.claims if isinstance(self.claims, tuple | list) else (self.claims,)
-        return tuple(
+        named = (
             f"{one.__module__}:{one.__qualname__}" if isinstance(one, type) else one
             for one in given
+        )
+        return tuple(
+            outside.canonical(one) if isinstance(one, str) else one for one in named
         )
 
     @property
     def pipelines(self) -> tuple[str, ...]:
-        return tuple(claim.partition(":")[2] for claim in self._claims)
-
-    def entry_of(self, pipeline: str) -> str | list[str]:
-        """What an index names a class by."""
-        own = (one.split(":") for one in self.outside if one.endswith(f":{pipeline}"))
-        return next(own, pipeline)
+        return tuple(claim.partition(":")[2] for claim in self.claimed)
 
     @property
     def first(self) -> str:
         """The first claimed class: its name in diffusers, else the claim."""
-        return self._claims[0].removeprefix("diffusers:")
+        return self.claimed[0].removeprefix("diffusers:")
 
     @property
     def outside(self) -> tuple[str, ...]:
         """The claims on classes that are not of diffusers."""
-        return tuple(one for one in self._claims if not one.startswith("diffusers:"))
+        return tuple(one for one in self.claimed if not one.startswith("diffusers:"))
 
     @property
     def classes(self) -> list[Any]:
         """The pipeline classes that are claimed, imported."""
-        return [import_named(claim) for claim in self._claims]
+        return [import_named(claim) for claim in self.claimed]
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -429,7 +429,7 @@ class ModelPlugin(Declared):
     def _components(self) -> dict[str, tuple[type, ...]]:
         """The classes of each component of the claimed pipelines."""
         found: dict[str, tuple[type, ...]] = {}
-        for claim, pipeline in zip(self._claims, self.classes, strict=True):
+        for claim, pipeline in zip(self.claimed, self.classes, strict=True):
             if not hasattr(pipeline, "_get_signature_types"):
                 raise PluginError(
                     f"plugin {self.name}: claims {claim!r}, which is no pipeline class"
@@ -444,7 +444,7 @@ class ModelPlugin(Declared):
         Raises:
             PluginError: which one.
         """
-        for claim in self._claims:
+        for claim in self.claimed:
             package, _, name = claim.partition(":")
             known = dir(import_named(package))
             if name not in known:
@@ -475,8 +475,7 @@ class ModelPlugin(Declared):
 
     def component_of(self, kind: type) -> str | None:
         """The component that is of a class, or of one above, in a claimed pipeline."""
-        names = {cls.__name__ for cls in kind.__mro__}
         for name, types in self._components().items():
-            if name in self.modules and names & {one.__name__ for one in types}:
+            if name in self.modules and any(one in kind.__mro__ for one in types):
                 return name
         return None

@@ -98,10 +98,7 @@ class MappedFile:
         self, start: int, shape: tuple[int, ...], size: int, index: Index
     ) -> tuple[np.ndarray, int]:
         """See :class:`Bytes`."""
-        if _state(self._descriptor) != self._state:
-            raise damaged(
-                f"{self._source}: {self._file} has changed since", "the folder"
-            )
+        self._check_same()  # pages behind the end of a file that was cut cannot be read
         count = math.prod(shape)
         numbers = np.frombuffer(self._mapped, f"u{size}", count, start)
         given: np.ndarray = np.asarray(numbers.reshape(shape))
@@ -117,7 +114,14 @@ class MappedFile:
             first = start - start % mmap.PAGESIZE
             end = start + count * size
             self._mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
+        self._check_same()
         return part, part.nbytes
+
+    def _check_same(self) -> None:
+        if _state(self._descriptor) != self._state:
+            raise damaged(
+                f"{self._source}: {self._file} has changed since", "the folder"
+            )
 
     def _read_into(self, part: np.ndarray, place: int) -> None:
         """Fill an array with the bytes from a place of the file on, and read no others.

@@ -9,16 +9,20 @@ together there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype
@@ -27,6 +31,7 @@ from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.file_parts import IN_FLIGHT, Index
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
+from tpuport.core.weights.stored_tensors import stored_in
 from tpuport.errors import ShardingError
 
 Bounds = tuple[tuple[int, int], ...]
@@ -34,7 +39,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 #: Most bytes of a stack put together on the host: biases, and scales of norms.
 GATHERED_BYTES = 4 * 2**20
-#: Most bytes of parts that are read ahead, beside the next one.
+#: Most bytes of files that are read ahead, beside the next part.
 AHEAD_BYTES = 256 * 2**20
 
 
@@ -111,110 +116,137 @@ def place_weights(
         ahead: read the next parts by threads while one is on its way: a store answers
             late.
     """
-    if ahead:
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            given = _Ahead(pool, read, _asked(ported, wanted))
-            try:
-                return place_weights(ported, wanted, given.part)
-            finally:
-                pool.shutdown(cancel_futures=True)
+    steps = [*_steps(ported, wanted)]
+    asked = [(name, index) for step in steps for _, name, index in step.parts()]
     weights: dict[str, Any] = {}
     before: jax.Array | None = None
+    given: Iterator[np.ndarray] = itertools.starmap(read, asked)
+    with contextlib.ExitStack() as stack:
+        if ahead:
+            tensors = ported.tensors()
+            sizes = [_bytes_of(tensors[name], index) for name, index in asked]
+            pool = stack.enter_context(ThreadPoolExecutor(IN_FLIGHT))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            given = _read_ahead(pool, read, asked, sizes)
+        for step in steps:
+            if step.at is None:
+                made = step.placed(given)
+                jax.block_until_ready(before)
+                weights[step.array] = made
+            else:
+                struct = wanted[step.array]
+                make, write = _filling(struct.shape, struct.dtype, struct.sharding)
+                if step.at == 0:
+                    weights[step.array] = make()
+                layer = step.placed(given)
+                # Before a write takes over the memory of the last: then nothing can be
+                # awaited.
+                jax.block_until_ready(before)
+                weights[step.array] = write(weights[step.array], layer, step.at)
+            before = weights[step.array]
+    return jax.block_until_ready(weights)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What goes to the devices at once.
+
+    Attributes:
+        array: that this is, or is a block of.
+        names: of the tensors, several for a stack that is put together on the host.
+        shape: of what goes.
+        place: its sharding, or format.
+        at: the number of the block; ``None`` for a whole array.
+    """
+
+    array: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    place: Any
+    at: int | None = None
+
+    def parts(self) -> Iterator[tuple[Bounds, str, Index]]:
+        """What is read, in the order of the reads: a part, and what of a tensor is in
+        the part."""
+        for bounds in _held(self.shape, getattr(self.place, "sharding", self.place)):
+            index = tuple(slice(*pair) for pair in bounds)
+            for name in self.names:
+                yield bounds, name, index[len(self.names) > 1 :]
+
+    def placed(self, given: Iterator[np.ndarray]) -> jax.Array:
+        """The array of its parts, which are read once for all devices that hold them.
+
+        Args:
+            given: the tensors' parts, of which this takes its own.
+        """
+        found: dict[Bounds, list[np.ndarray]] = {}
+        for (bounds, *_), part in zip(self.parts(), given, strict=False):
+            found.setdefault(bounds, []).append(part)
+        several = len(self.names) > 1
+        parts = {b: np.stack(one) if several else one[0] for b, one in found.items()}
+        return jax.make_array_from_callback(
+            self.shape, self.place, lambda index: parts[_bounds(index, self.shape)]
+        )
+
+
+def _steps(
+    ported: PortedModule, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[_Step]:
     for array, members in ported.arrays.items():
         if array not in wanted:
             continue
         struct = wanted[array]
         size = struct.size * struct.dtype.itemsize
         if len(members) == 1:
-            part = functools.partial(read, members[0])
-            weights[array] = _from_parts(struct.shape, struct.format, part)
+            yield _Step(array, members, struct.shape, struct.format)
         elif on_host(struct) or size <= GATHERED_BYTES:
-            part = functools.partial(_stacked, members, read)
-            weights[array] = _from_parts(struct.shape, struct.sharding, part)
+            yield _Step(array, members, struct.shape, struct.sharding)
         else:
-            make, write, one = _filling(struct.shape, struct.dtype, struct.sharding)
-            weights[array] = make()
-            for index, name in enumerate(members):
-                part = functools.partial(read, name)
-                layer = _from_parts(struct.shape[1:], one, part)
-                # Before a write takes over the memory of the last: then nothing can be
-                # awaited.
-                jax.block_until_ready(before)
-                before = weights[array] = write(weights[array], layer, index)
-            continue
-        jax.block_until_ready(before)
-        before = weights[array]
-    return jax.block_until_ready(weights)
+            place = struct.sharding
+            one = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+            for at, name in enumerate(members):
+                yield _Step(array, (name,), struct.shape[1:], one, at)
 
 
-def _asked(
-    ported: PortedModule, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> Iterator[tuple[str, Index, int]]:
-    """The parts that :func:`place_weights` reads, in that order, and their bytes."""
-    for array, members in ported.arrays.items():
-        if array not in wanted:
-            continue
-        struct = wanted[array]
-        parts = _held(struct.shape, struct.sharding)
-        size = struct.size * struct.dtype.itemsize
-        pairs = [(name, one) for one in parts for name in members]
-        if len(members) > 1 and not on_host(struct) and size > GATHERED_BYTES:
-            pairs = [(name, one) for name in members for one in parts]
-        for name, bounds in pairs:
-            own = bounds[len(members) > 1 :]
-            count = math.prod(stop - start for start, stop in own)
-            index = tuple(slice(*pair) for pair in own)
-            yield name, index, count * struct.dtype.itemsize
+def _bytes_of(tensor: torch.Tensor, index: Index) -> int:
+    """Bytes of a part of a tensor as its file has the tensor."""
+    count = math.prod(one.stop - one.start for one in index)
+    stored = stored_in([tensor])
+    dtype = stored[0].written if stored else tensor.dtype
+    return count * dtype.itemsize
 
 
-class _Ahead:
-    """Reads parts by threads before they are asked for, in the order of the asking."""
+def _read_ahead(
+    pool: ThreadPoolExecutor,
+    read: Callable[[str, Index], np.ndarray],
+    asked: Sequence[tuple[str, Index]],
+    sizes: Sequence[int],
+) -> Iterator[np.ndarray]:
+    """What ``read`` gives, read by threads before it is taken, in the order asked."""
+    waiting: deque[tuple[int, Future[np.ndarray]]] = deque()
+    left = zip(sizes, asked, strict=True)
 
-    def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        read: Callable[[str, Index], np.ndarray],
-        asked: Iterator[tuple[str, Index, int]],
-    ) -> None:
-        self._pool, self._read, self._asked = pool, read, asked
-        self._waiting: deque[tuple[str, Index, int, Future[np.ndarray]]] = deque()
+    def fill() -> None:
+        while len(waiting) < IN_FLIGHT:
+            if waiting and sum(size for size, _ in waiting) > AHEAD_BYTES:
+                return
+            if (one := next(left, None)) is None:
+                return
+            waiting.append((one[0], pool.submit(read, *one[1])))
 
-    def part(self, name: str, index: Index) -> np.ndarray:
-        """What ``read`` gives."""
-        self._fill()
-        found, at, _, future = self._waiting.popleft()
-        assert (found, at) == (name, index)
-        self._fill()
+    def taken() -> np.ndarray:
+        _, future = waiting.popleft()
+        fill()
         return future.result()
 
-    def _fill(self) -> None:
-        while len(self._waiting) < IN_FLIGHT:
-            total = sum(size for _, _, size, _ in self._waiting)
-            if self._waiting and total > AHEAD_BYTES:
-                return
-            one = next(self._asked, None)
-            if one is None:
-                return
-            self._waiting.append((*one, self._pool.submit(self._read, *one[:2])))
+    fill()
+    while waiting:
+        yield taken()
 
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
     pairs = zip(index, shape, strict=True)
     return tuple(one.indices(size)[:2] for one, size in pairs)
-
-
-def _from_parts(
-    shape: tuple[int, ...], place: Any, read: Callable[[Index], np.ndarray]
-) -> jax.Array:
-    """An array of parts, each of which is read once for the devices here that hold the
-    part."""
-    parts = {
-        bounds: read(tuple(slice(*pair) for pair in bounds))
-        for bounds in _held(shape, getattr(place, "sharding", place))
-    }
-    return jax.make_array_from_callback(
-        shape, place, lambda index: parts[_bounds(index, shape)]
-    )
 
 
 def _held(shape: tuple[int, ...], sharding: Any) -> list[Bounds]:
@@ -223,19 +255,11 @@ def _held(shape: tuple[int, ...], sharding: Any) -> list[Bounds]:
     return list(dict.fromkeys(_bounds(index, shape) for index in held))
 
 
-def _stacked(
-    members: tuple[str, ...], read: Callable[[str, Index], np.ndarray], index: Index
-) -> np.ndarray:
-    """A part of a stack, of which every device has all blocks."""
-    return np.stack([read(name, index[1:]) for name in members])
-
-
 @functools.cache
 def _filling(
     shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.NamedSharding
-) -> tuple[Any, Any, jax.sharding.NamedSharding]:
-    """``make() -> stack``, ``write(stack, layer, index) -> stack`` in the same memory,
-    and the sharding of a layer."""
+) -> tuple[Any, Any]:
+    """``make() -> stack``; ``write(stack, layer, index) -> stack`` in its memory."""
 
     def make() -> jax.Array:
         return jnp.zeros(shape, dtype)
@@ -243,10 +267,8 @@ def _filling(
     def write(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
-    one = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return (
         # Make the buffer on the devices: streaming avoids a host array of this size.
         jax.jit(make, out_shardings=sharding),
         jax.jit(write, donate_argnums=0, out_shardings=sharding),
-        one,
     )
