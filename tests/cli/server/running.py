@@ -52,6 +52,8 @@ class Running:
                 env=os.environ | environment,
                 stderr=log,
                 stdout=log,
+                # A shell that starts the tests in the background ignores Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self._begin = begin
         try:
