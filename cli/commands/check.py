@@ -260,8 +260,14 @@ def _verdict(one: Compared) -> str:
         return f"refused: {one.error}"
     calls = sum(count for count, _ in one.calls.values())
     compared = f", {plural(calls, 'call')} compared" if calls else ""
+    if one.tensors:
+        compared += f", {plural(one.tensors, 'tensor')}"
     if one.whole:
         compared += f", {', '.join(one.whole)} as a whole"
+    if one.unmeasured:
+        compared += f", {', '.join(one.unmeasured)} to 1e-4 (not run in float64)"
+    if one.empty:
+        compared += f", nothing of {', '.join(one.empty)}"
     worst = "no result" if one.worst is None else f"{one.worst:.1e}"
     if one.equal:
         return f"equal, largest difference {worst}{compared}"

@@ -25,7 +25,7 @@ from tpuport import targets
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.checked import Subject, arguments
 from tpuport.core.drive.compared import Compared, Pair
-from tpuport.core.drive.rounding import MOST
+from tpuport.core.drive.rounding import LEAST, MOST
 from tpuport.core.enums import denoises
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
@@ -94,7 +94,7 @@ def lines(name: str, faults: bool) -> Iterator[str]:
     found = compared(pair, name)
     seconds = time.perf_counter() - started
     calls = ", ".join(
-        f"{call} {worst:.0e} of {found.bounds[call]:.0e}"
+        f"{call} {worst:.0e} of {found.bounds.get(call, LEAST):.0e}"
         for call, (_, worst) in found.calls.items()
     )
     why = found.error or f"{found.first} {found.part} {found.apart:.1e}"

@@ -140,6 +140,44 @@ def test_a_small_fault_in_one_block_is_named(
         assert found.calls["transformer"][1] < MOST / 10
 
 
+def hooked(pair: Pair, hook: Callable[..., Any]) -> Pair:
+    """Both pipelines with a hook before the last layer of the transformer."""
+    both = [copy.deepcopy(each) for each in (pair.ours, pair.theirs)]
+    for one in both:
+        one.transformer.proj_out.register_forward_pre_hook(hook)
+    return replace(pair, ours=both[0], theirs=both[1])
+
+
+def test_a_call_that_does_not_run_in_float64_is_listed(
+    pair: Pair, expected: list[np.ndarray]
+) -> None:
+    def asks(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        assert args[0].dtype == torch.float32
+
+    found = hooked(pair, asks).compare(target_with(None), expected)
+    assert found.equal
+    assert found.unmeasured == ["transformer"]
+    assert found.whole == found.empty == []
+    # Of each call the result, and the video.
+    assert found.tensors == sum(count for count, _ in found.calls.values()) + 1
+
+
+def test_upstreams_own_nan_is_refused_by_name(pair: Pair) -> None:
+    def spoils(module: torch.nn.Module, args: tuple[torch.Tensor]) -> Any:
+        return (args[0] * float("nan"),)
+
+    spoilt = hooked(pair, spoils)
+    found = spoilt.compare(target_with(None), spoilt.expected())
+    assert not found.equal
+    assert "upstream's own LTXPipeline makes NaN, first in transformer" in found.error
+
+
+def test_a_pipeline_that_makes_no_numbers_is_refused(pair: Pair) -> None:
+    found = pair.compare(target_with(None), [np.array(["a name"])])
+    assert not found.equal
+    assert "makes no numbers to compare" in found.error
+
+
 def test_a_copy_shares_no_tensor_and_no_list() -> None:
     given = ([torch.zeros(2)], {"a": torch.ones(1)})
     (inner,), kept = copied(given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tpuport import targets
-from tpuport.core.drive.parts import Apart, PartsError, first_apart, recorded
+from tpuport.core.drive.parts import Apart, Parts, PartsError, first_apart, recorded
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec.run_settings import RunSettings
 
@@ -62,10 +62,34 @@ class Asks(Outer):
         return super().forward(x if x.sum() > 0 else -x, steps)
 
 
+class Cancels(torch.nn.Module):
+    """Adds a sum that is zero but for rounding, which is another in a program."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = (x - x.mean(-1, keepdim=True)).sum(-1, keepdim=True)
+        return torch.complex(x + left, x).conj().imag * self.factor
+
+
+class AsksForFloat32(Inner):
+    """Does not run in float64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return super().forward(x)
+
+
 def found(ours: torch.nn.Module) -> Apart | None:
     torch.manual_seed(0)
     theirs, call = Outer(), (torch.rand(2, 4), [])
     theirs.second.load_state_dict(ours.second.state_dict())  # type: ignore[operator]
+    return parts(ours, theirs, *call).apart
+
+
+def parts(ours: torch.nn.Module, theirs: torch.nn.Module, *call: Any) -> Parts:
     with recorded(theirs) as records, torch.no_grad():
         theirs(*call)
     placed = targets.place_for_port(MeshSpec())
@@ -96,3 +120,20 @@ def test_the_part_that_differs_is_named(make: Callable[[], Any], path: str) -> N
 def test_parts_that_become_no_program_are_told() -> None:
     with pytest.raises(PartsError, match=r"test_parts\.py"):
         found(Asks())
+
+
+def test_an_operator_is_not_named_for_the_rounding_of_those_before() -> None:
+    torch.manual_seed(0)
+    told = parts(Cancels(2.001), Cancels(), torch.randn(8, 77)).apart
+    assert told is not None
+    assert told.op == "mul"
+
+
+@pytest.mark.parametrize(("factor", "path"), [(2.00001, None), (2.001, "")])
+def test_what_does_not_run_in_float64_may_differ_by_the_most(
+    factor: float, path: str | None
+) -> None:
+    told = parts(AsksForFloat32(factor), AsksForFloat32(), torch.rand(2, 4))
+    assert not told.measured
+    assert (told.apart and told.apart.path) == path
+    assert parts(Inner(), Inner(), torch.rand(2, 4)).measured

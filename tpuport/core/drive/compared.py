@@ -22,7 +22,6 @@ from tpuport.core.drive.parts import (
     Called,
     PartsError,
     Record,
-    arrays,
     claimed,
     first_apart,
     recorded,
@@ -30,13 +29,16 @@ from tpuport.core.drive.parts import (
 from tpuport.core.drive.rounding import (
     LEAST,
     MOST,
-    bound,
+    Measured,
+    arrays,
+    bounds,
+    comparable,
     difference,
-    exactly,
-    in_float64,
-    wide,
+    furthest,
+    measured,
 )
 from tpuport.core.files.atomic import one_line
+from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.journal import Asked
 from tpuport.core.seam.ported import (
     modules_of,
@@ -45,7 +47,7 @@ from tpuport.core.seam.ported import (
 )
 from tpuport.core.seam.ported import unport as unported
 from tpuport.core.seam.target import Target
-from tpuport.core.seam.values import copied
+from tpuport.core.seam.values import copied, put_together, take_apart
 from tpuport.errors import TpuportError
 
 
@@ -56,8 +58,10 @@ class Compared:
     Attributes:
         mesh: in words.
         worst: the largest difference of what the pipeline makes; ``None`` if it failed.
+        tensors: how many were compared: results of calls, and what the pipeline makes.
         calls: by the name of what was called, how often and the largest difference.
-        bounds: the least that rounding allows in such a call.
+        bounds: the least that rounding allows in such a call, of calls where that was
+            measured: those that differ by more than what is never a fault.
         first: the call that differs first; empty if none does.
         apart, allowed: how far ``part`` differs, and how far rounding may take it.
         part: the smallest module that differs by itself, and its class: its own forward
@@ -65,12 +69,15 @@ class Compared:
         op: the first operator of ``part`` whose result differs, or what the port runs
             in its place; empty where each operator by itself is as upstream's.
         whole: the calls whose parts could not be compared by themselves.
+        unmeasured: the calls that do not run in float64; they may differ by 1e-4.
+        empty: the calls whose results have no numbers to compare.
+        nan: the first call where upstream's own result has NaN.
         error: what was refused.
-        patches: the names of the patches that ran while modules were traced.
     """
 
     mesh: str
     worst: float | None = None
+    tensors: int = 0
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
     first: str = ""
@@ -79,6 +86,9 @@ class Compared:
     part: str = ""
     op: str = ""
     whole: list[str] = field(default_factory=list)
+    unmeasured: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    nan: str = ""
     error: str = ""
 
     @property
@@ -146,6 +156,8 @@ class Pair:
                 seam = seam_of(self.ours)
                 seam.journal.answer = lambda one: self._both(one, found, kept)
             found.worst = difference(self._made(self.ours), expected)
+            found.tensors += comparable(expected)
+            _refuse(expected, found, self.theirs)
         except TpuportError as error:
             found.error = one_line(error)
         finally:
@@ -169,7 +181,7 @@ class Pair:
 
     def _both(self, asked: Asked, found: Compared, kept: dict[str, _Kept]) -> Any:
         """The port's answer to a call, compared with upstream's."""
-        name, given = asked.name, copied((asked.args, asked.kwargs))
+        name, given = asked.name, _on_host((asked.args, asked.kwargs))
         random = torch.get_rng_state()
         module = modules_of(self.theirs)[name.partition(".")[0]]
         with recorded(module) as records:
@@ -177,22 +189,37 @@ class Pair:
         torch.set_rng_state(random)
         ours = asked.run()
         results = arrays(ours), arrays(theirs)
-        worst, allowed = difference(*results), LEAST
-        if worst > allowed:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(random)
-                twin = in_float64(module)
-                call = attrgetter(name.partition(".")[2] or "__call__")(twin)
-                args, kwargs = wide(given)
-                allowed = bound(results[1], exactly(lambda: call(*args, **kwargs)))
+        compared = comparable(results[1])
+        found.tensors += compared
+        if not compared:
+            _note(found.empty, name)
+        if not found.nan and any(np.isnan(one).any() for one in results[1]):
+            found.nan = name
+        worst, apart, allowed = difference(*results), 0.0, LEAST
+        if worst > LEAST:
+            worth = self._worth(name, given, random)
+            if worth is None:
+                _note(found.unmeasured, name)
+            apart, allowed = furthest(*results, bounds(results[1], worth))
+            found.bounds[name] = min(allowed, found.bounds.get(name, allowed))
         count, before = found.calls.get(name, (0, 0.0))
         found.calls[name] = count + 1, max(before, worst)
-        found.bounds[name] = min(allowed, found.bounds.get(name, allowed))
-        near = worst <= allowed
+        near = apart <= allowed
         if not count or not (near or kept[name].apart):
-            apart = None if near else Apart("", worst, allowed)
-            kept[name] = _Kept(records, random, apart)
+            own = None if near else Apart("", apart, allowed)
+            kept[name] = _Kept(records, random, own)
         return ours if near else theirs
+
+    def _worth(self, name: str, given: Called, random: torch.Tensor) -> Measured | None:
+        """What rounding changes in a call by upstream's code."""
+        component, _, inside = name.partition(".")
+
+        def run(module: torch.nn.Module, own: Callable[[Any], Any]) -> Any:
+            torch.set_rng_state(random)
+            args, kwargs = own(given)
+            return attrgetter(inside or "__call__")(module)(*args, **kwargs)
+
+        return measured(run, modules_of(self.theirs)[component])
 
     def _theirs(self, name: str, given: Called) -> Any:
         args, kwargs = copied(given)
@@ -217,11 +244,36 @@ class Pair:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(kept.random)
             try:
-                part = first_apart(ours, theirs, inside, kept.records, target)
+                parts = first_apart(ours, theirs, inside, kept.records, target)
             except PartsError:
                 found.whole.append(name)
-                part = None
-        return part or kept.apart
+                return kept.apart
+        if not parts.measured:
+            _note(found.unmeasured, name)
+        return parts.apart or kept.apart
+
+
+def _on_host(value: Any) -> Any:
+    """A copy with plain tensors: what is read in float64 later must not become so."""
+    leaves: list[torch.Tensor] = []
+    form = take_apart(value, leaves, [])
+    plain = (o.on_host() if isinstance(o, DeviceTensor) else o for o in leaves)
+    return put_together(form, (one.detach().clone() for one in plain))
+
+
+def _note(names: list[str], name: str) -> None:
+    if name not in names:
+        names.append(name)
+
+
+def _refuse(expected: list[np.ndarray], found: Compared, pipeline: Any) -> None:
+    """Refuse a pipeline by upstream that makes NaN, or nothing to compare."""
+    own = f"upstream's own {type(pipeline).__name__}"
+    if any(one.dtype.kind in "fc" and np.isnan(one).any() for one in expected):
+        where = f", first in {found.nan}" if found.nan else ""
+        raise TpuportError(f"{own} makes NaN{where}; give other --weights")
+    if not comparable(expected):
+        raise TpuportError(f"{own} makes no numbers to compare; change --option")
 
 
 def _finite(worst: float | None) -> float | None:

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 
 from tpuport.core.drive.rounding import (
-    LEAST,
-    bound,
+    arrays,
+    bounds,
     difference,
-    exactly,
-    in_float64,
-    wide,
+    furthest,
+    measured,
 )
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import port_module
@@ -60,6 +59,20 @@ class Apart:
     apart: float
     allowed: float
     op: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What :func:`first_apart` found.
+
+    Attributes:
+        apart: the first part that differs by itself; ``None`` if none does.
+        measured: whether upstream's code ran in float64; else each part may differ by
+            :data:`tpuport.core.drive.rounding.MOST`.
+    """
+
+    apart: Apart | None
+    measured: bool = True
 
 
 @contextlib.contextmanager
@@ -164,8 +177,8 @@ def first_apart(
     inside: str,
     records: Mapping[str, Record],
     target: Target,
-) -> Apart | None:
-    """The first part of a module that differs by itself; ``None`` if none does.
+) -> Parts:
+    """The first part of a module that differs by itself.
 
     Args:
         ours: upstream's code, to be ported.
@@ -176,15 +189,18 @@ def first_apart(
         PartsError: the parts cannot run so.
     """
     roots = [inside] if inside in records else _outermost(records)
+    known = True
     for root in roots:
         start = f"{root}." if root else ""
         below = [p for p in records if p == root or p.startswith(start)]
         within = {path[len(start) :]: records[path] for path in below}
         one, other = (each.get_submodule(root) for each in (ours, theirs))
         found = _apart_in(one, other, within, target)
-        if found is not None:
-            return replace(found, path=f"{start}{found.path}".rstrip("."))
-    return None
+        known &= found.measured
+        if found.apart is not None:
+            path = f"{start}{found.apart.path}".rstrip(".")
+            return Parts(replace(found.apart, path=path), known)
+    return Parts(None, known)
 
 
 def _outermost(paths: Collection[str]) -> list[str]:
@@ -196,7 +212,7 @@ def _apart_in(
     theirs: torch.nn.Module,
     records: Mapping[str, Record],
     target: Target,
-) -> Apart | None:
+) -> Parts:
     alone = _EachAlone(theirs, [*records])
     others = _in_another_order(records, target)
     given: list[Any] = [
@@ -222,21 +238,22 @@ def _apart_in(
     left = _running.left | _running.given.keys()
     given = [None if p in left else g for p, g in zip(records, given, strict=True)]
     upstreams = [arrays(one) for one in run(alone)]
-    exact = iter(exactly(functools.partial(run, in_float64(alone), wide)))
+    worth = measured(run, alone)
+    rounding = iter(bounds([one for each in upstreams for one in each], worth))
     above = {path: _above(path, records) for path in records}
     hold = {above[path] for path in others}
     places = [(path, path in others) for path in records]
     places += [(above[path], above[path] in hold) for path in records]
     for (path, other), found, expected in zip(places, made, upstreams, strict=True):
-        allowed = bound(expected, [next(exact) for _ in expected])
-        apart = difference(found, expected)
+        each = [next(rounding) for _ in expected]
+        apart, allowed = furthest(found, expected, each)
         like = [one.shape for one in found] == [one.shape for one in expected]
         if apart <= allowed or other or not like:
             continue  # a part in another form shows in what holds the part
         one, two = (each.get_submodule(path) for each in (ours, theirs))
         op = "" if target.claims else _operator(one, two, records[path][0], target)
-        return Apart(path, apart, allowed, op)
-    return None
+        return Parts(Apart(path, apart, allowed, op), worth is not None)
+    return Parts(None, worth is not None)
 
 
 def _above(path: str, records: Mapping[str, Record]) -> str:
@@ -283,7 +300,8 @@ class _Operators(torch.overrides.TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
+        tensor = isinstance(result, torch.Tensor)
+        if tensor and (result.is_floating_point() or result.is_complex()):
             getter = func.__name__ == "__get__"  # of x.mT, say
             self.names.append((func.__self__ if getter else func).__name__)
             self.results.append(result.detach().clone())
@@ -293,7 +311,10 @@ class _Operators(torch.overrides.TorchFunctionMode):
 def _operator(
     ours: torch.nn.Module, theirs: torch.nn.Module, given: Called, target: Target
 ) -> str:
-    """The first operator of a module whose result differs, of equal operators."""
+    """The first operator of a module whose result differs, of equal operators.
+
+    Results follow from those before: what rounding allows is measured of each so.
+    """
     seen: list[str] = []
 
     class Watched(torch.nn.Module):
@@ -309,30 +330,35 @@ def _operator(
             seen[:] = operators.names
             return operators.results
 
-    def run(watched: torch.nn.Module) -> tuple[list[str], list[np.ndarray]]:
-        args, kwargs = copied(given)
-        with torch.no_grad():
-            results = arrays(watched(*args, **kwargs))
-        return [*seen], results
+    random, ran = torch.get_rng_state(), []
 
-    upstreams = run(Watched(theirs))
+    def run(
+        watched: torch.nn.Module, own: Callable[[Any], Any] = copied
+    ) -> list[torch.Tensor]:
+        torch.set_rng_state(random)
+        args, kwargs = own(given)
+        with torch.no_grad():
+            found: list[torch.Tensor] = watched(*args, **kwargs)
+        ran.append([*seen])
+        return found
+
+    expected = arrays(run(Watched(theirs)))
+    names, worth = [*seen], measured(run, Watched(theirs))
+    same = all(one == names for one in ran)
+    rounding = bounds(expected, worth if same else None)
     twin = port_module(Watched(ours), target, Reporter())
     try:
-        made = run(twin)
+        made = arrays(run(twin))
     except TpuportError:
         return ""
     finally:
         unported(twin)
-    for name, result, other, expected in zip(*made, *upstreams, strict=False):
+    each = zip(seen, made, names, expected, rounding, strict=False)
+    for name, result, other, one, allowed in each:
         if name != other:
             return f"{other}, where the port runs {name}"
-        if difference([result], [expected]) > LEAST:
+        if difference([result], [one]) > allowed:
             return name
-    longer = max(made[0], upstreams[0], key=len)
-    longer = longer[min(len(made[0]), len(upstreams[0])) :]
-    whose = "the port" if len(made[0]) > len(upstreams[0]) else "upstream"
+    longer = max(seen, names, key=len)[min(len(seen), len(names)) :]
+    whose = "the port" if len(seen) > len(names) else "upstream"
     return f"{longer[0]}, which only {whose} runs" if longer else ""
-
-
-def arrays(value: Any) -> list[np.ndarray]:
-    return [one.detach().float().numpy().copy() for one in tensors_in(value)]
