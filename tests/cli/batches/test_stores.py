@@ -109,7 +109,7 @@ def test_a_batch_in_a_store_goes_on_and_makes_nothing_twice(
     cli.refused(none, "batch", "s3://bucket/none.jsonl", *asked[2:])
     # Another driver.
     with leased(OUT):
-        cli.refused("is at work in this folder (last sign", *asked, code=1)
+        cli.refused("is at work in this folder; wait", *asked, code=1)
     # Bad lines alone are noted, and the same command goes on.
     write({"prompt": "a fox", "size": "20x20", "id": "odd", "steps": "many"})
     for _ in range(2):
