@@ -30,8 +30,9 @@ LOCAL = "local"
 LONG = 60.0
 #: Seconds in which a cluster answers at all.
 _ANSWERS = 5.0
-#: Seconds in which another process imports Ray and hears from a cluster.
-_KNOWN = 30.0
+#: Seconds in which another process imports Ray, from a cold disk too, and hears from a
+#: cluster.
+_KNOWN = 90.0
 #: Chips of the largest machine by the number of axes of the interconnect, and of each
 #: host of a larger slice.
 _CHIPS, _CHIPS_OF_SEVERAL = {2: 8, 3: 4}, 4
@@ -242,8 +243,9 @@ def _check_answers(address: str) -> None:
         asked = subprocess.run(
             (*command, *more), capture_output=True, timeout=_KNOWN, check=False
         )
-    except subprocess.TimeoutExpired:
-        return  # a slow disk or network: Ray itself may be more patient
+    except subprocess.TimeoutExpired as error:
+        why = f"what listens there does not answer as Ray within {_KNOWN:.0f} s"
+        raise _no_cluster(address, TimeoutError(why)) from error
     if asked.returncode:
         said = asked.stderr.decode(errors="replace").strip().splitlines()
         why = said[-1] if said else "it is not healthy"
