@@ -1,6 +1,6 @@
-"""One model over processes with a user's flags; each has devices of its own.
+"""One model over processes, started as a user starts them; each has devices of its own.
 
-Tests with a pipeline start processes that compile: 10 to 60 s.
+Tests with a pipeline start processes that import torch and compile: 10 to 60 s.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.tools import Cli, example
-from tests.processes import Once, Running
+from tests.processes import Once
 from tpuport.core.mesh.coordinator import LINGER
 
 ASKED = (
@@ -49,21 +51,25 @@ class Processes:
         flags = f"{os.environ['XLA_FLAGS']} {devices}"
         own = {"XLA_FLAGS": flags, "TPUPORT_HOSTS_WAIT": wait}
         self.running = [
-            Running(
+            subprocess.Popen(
                 (
-                    *("-m", "tpuport", *map(str, args)),
+                    *(sys.executable, "-m", "tpuport", *map(str, args)),
                     *(("--distributed",) if slurm else by_hand(port, count, number)),
                     *(each[number] if each else ()),
                 ),
-                os.environ | own | (by_slurm(count, number) if slurm else {}),
+                env=os.environ | own | (by_slurm(count, number) if slurm else {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for number in range(count if start is None else start)
         ]
 
     def ended(self) -> list[tuple[int, str, str]]:
         """Of each process its exit code, stdout and stderr."""
-        done = [one.done(600) for one in self.running]
-        return [(one.returncode, one.stdout, one.stderr) for one in done]
+        said = [one.communicate(timeout=600) for one in self.running]
+        codes = [one.returncode for one in self.running]
+        return [(code, *text) for code, text in zip(codes, said, strict=True)]
 
 
 def by_hand(port: int, count: int, number: int) -> tuple[str, ...]:
@@ -166,14 +172,14 @@ def test_a_process_that_stands_still_ends_all(
     still, other = many.running[number], many.running[1 - number]
     still.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    ended = other.done(100)
+    _, err = other.communicate(timeout=100)
     assert time.monotonic() - began < 50
     line = f"error: process {number} ({socket.gethostname()}) was silent for 30 s"
-    assert (ended.returncode, line in ended.stderr.splitlines()) == (1, True), ended
+    assert (other.returncode, line in err.splitlines()) == (1, True), err
     time.sleep(LINGER + 2)  # jax's service has ended too
     still.send_signal(signal.SIGCONT)
-    ended = still.done(100)
-    assert (ended.returncode, line in ended.stderr.splitlines()) == (1, True), ended
+    _, err = still.communicate(timeout=100)
+    assert (still.returncode, line in err.splitlines()) == (1, True), err
     assert not list(Path().glob("*many*"))
 
 
@@ -263,15 +269,17 @@ def test_a_pipeline_is_ported_over_processes_from_python(once: Once) -> None:
         devices = f"--xla_force_host_platform_device_count={4 // count}"
         flags = f"{os.environ['XLA_FLAGS']} {devices}"
         running = [
-            Running(
-                ("-c", PROGRAM, address, *map(str, (count, number, folder))),
-                os.environ | {"XLA_FLAGS": flags},
+            subprocess.Popen(
+                (*(sys.executable, "-c", PROGRAM, address), *map(str, rest)),
+                env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                text=True,
             )
-            for number in range(count)
+            for rest in ((count, number, folder) for number in range(count))
         ]
-        done = [one.done(600) for one in running]
-        assert [one.returncode for one in done] == [0] * count, done
-        return [one.stdout.split()[-1] for one in done]
+        said = [one.communicate(timeout=600)[0] for one in running]
+        assert [one.returncode for one in running] == [0] * count
+        return [text.split()[-1] for text in said]
 
     (alone,) = made(1)
     assert made(2) == [alone, alone]

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import re
 import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.server.running import running, until
+from tests.cli.server.running import PATIENCE, running, until
 from tests.cli.tools import Cli
-from tpuport.cli.batches.cluster import Slice, joined
-from tpuport.cli.server.actors import _check_shared
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.batches.cluster import Slice
+from tpuport.cli.batches.requests import request_of
+from tpuport.cli.server.actors import RayEngine, _check_shared, ray_engines
+from tpuport.cli.server.messages import Ended, Gone, Make, Opened, Stop, Told
 from tpuport.core.files.run_lock import holder
 from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 FLAGS = ("--size", "32x16", "--frames", "5", "--option", "max_sequence_length=16")
-STEPS, MANY = 100, 5000
+STEPS = 100
+
+
+class Heard:
+    """What an engine tells, in order."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def next(self, kind: type) -> Any:
+        """The next message of a kind; others before are dropped."""
+        while True:
+            found = self.inbox.get(timeout=PATIENCE)
+            if isinstance(found, kind):
+                return found
+            assert not isinstance(found, Gone | Ended), found
+
+
+@contextlib.contextmanager
+def engine(make: Any) -> Iterator[tuple[RayEngine, Heard]]:
+    heard = Heard()
+    made = make(heard.inbox.put)
+    try:
+        yield made, heard
+    finally:
+        made.close()
 
 
 def kept(run_dir: Path) -> int:
@@ -34,26 +67,71 @@ def kill_holder(run_dir: Path) -> None:
     os.kill(process, signal.SIGKILL)
 
 
-def test_a_folder_that_a_host_does_not_see_is_refused(tmp_path: Path) -> None:
-    """A cluster starts: more than 10 s."""
-    pytest.importorskip("ray")
-    with joined("local", 1, Slice(), Display(), debug=False) as (ray, _):
-        _check_shared(ray, tmp_path, "CPU")
+def test_an_actor_makes_stops_and_goes_on(
+    cli: Cli, folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    """A cluster starts, and three actors import torch and jax: more than 10 s."""
+    ray = pytest.importorskip("ray")
+    below = Settings(weights=folder, cache_dir=cache)
+    own: dict[str, Any] = {
+        "prompt": "a fox",
+        "size": "32x16",
+        "num_frames": 5,
+        "out": "video-0.mp4",
+    }
+    own |= {"option": {"max_sequence_length": 16}, "checkpoint_every": 1}
+
+    def asked(job: str, steps: int) -> Make:
+        place = tmp_path / job
+        place.mkdir(exist_ok=True)
+        values = {**own, "num_inference_steps": steps}
+        request = request_of(0, values, "request", place, below)
+        settings = replace(request.settings, run_dir=place / "run-0")
+        return Make(job=job, packs=((replace(request, settings=settings),),))
+
+    def step(heard: Heard) -> int:
+        while not (told := heard.next(Told)).done or told.what != "denoise":
+            pass
+        return int(told.done)
+
+    with ray_engines("local", 2, Slice(), tmp_path, Display(), debug=False) as (
+        first,
+        second,
+    ):
+        with engine(first) as (one, heard), engine(second) as (_, of_other):
+            heard.next(Opened)
+            of_other.next(Opened)
+            one.send(asked("stopped", STEPS))
+            assert step(heard) < STEPS
+            one.send(Stop("stopped"))
+            assert heard.next(Ended) == Ended(job="stopped", stopped=True)
+            one.send(asked("fox", STEPS))
+            run_dir = tmp_path / "fox/run-0"
+            until(lambda: step(heard) > 5 and kept(run_dir) > 5)
+            kill_holder(run_dir)
+            with pytest.raises(AssertionError, match="Gone"):
+                heard.next(Ended)
+        with engine(first) as (one, heard):
+            heard.next(Opened)
+            one.send(asked("fox", STEPS))
+            assert step(heard) > 5
+            ended = heard.next(Ended)
+        assert (ended.error, set(ended.result["stages"]) >= {"decode"}) == ("", True)
         with pytest.raises(UsageError, match=r"--folder .*gone: .* does not see it"):
             _check_shared(ray, tmp_path / "gone/file", "CPU")
+    flags = ("--weights", folder, *FLAGS, "--steps", str(STEPS), "--prompt", "a fox")
+    cli.good("generate", *flags, "--out", "alone.mp4")
+    made = (tmp_path / "fox/video-0.mp4").read_bytes()
+    assert made == (tmp_path / "alone.mp4").read_bytes()
 
 
 def test_a_server_with_two_replicas_outlives_one(
     cli: Cli, cache: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """A cluster starts, and three actors import and compile: more than 10 s.
-
-    A job that is deleted stops, and its actor makes the next one.
-    """
+    """A cluster starts, and three actors import and compile: more than 10 s."""
     flags = (
         *("--weights", folder, *FLAGS, "--steps", "2", "--folder", "kept"),
         *("--checkpoint-every", "1", "--ray", "local", "--replicas", "2"),
-        *("--max-steps", str(MANY)),
     )
     environment = {"TPUPORT_CACHE_DIR": str(cache)}
     with running(tmp_path, *flags, environment=environment) as server:
@@ -62,11 +140,6 @@ def test_a_server_with_two_replicas_outlives_one(
             return int(server.ask("/ready")[1]["engines"]["ready"])
 
         until(lambda: engines() == 2)
-        long = server.create(prompt="a cat", num_inference_steps=MANY)
-        until(lambda: server.job(long)["tpuport"]["step"] > 3)
-        server.ask(f"/v1/videos/{long}", method="DELETE")
-        until(lambda: not (tmp_path / "kept/jobs" / long).exists())
-        assert engines() == 2
         asked = {"prompt": "a fox", "num_inference_steps": STEPS}
         names = [server.create(**asked, seed=seed) for seed in (5, 6)]
 
