@@ -9,15 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 
+from tests.cli.batches.test_driver import Fake
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.batches import lease
+from tpuport.cli.batches.driver import Batch
+from tpuport.cli.batches.folder import BatchFolder
 from tpuport.cli.batches.lease import _Held, leased
 from tpuport.core.files import stores
 from tpuport.core.files.stores import StorePath
+from tpuport.core.run.progress import Display
 from tpuport.errors import AtWorkError, StoreError
 
 FOLDER = StorePath("memory", "bucket/videos")
@@ -174,6 +180,48 @@ def test_a_driver_that_goes_on_before_its_next_sign_of_life_is_stopped_too(
         mine._seen -= 0.2
         with pytest.raises(AtWorkError, match="has taken over"):
             mine.check()
+
+
+def lose(folder: BatchFolder) -> None:
+    """Another driver takes the folder while this one stands still."""
+    assert folder._lease is not None
+    held_by()
+    folder._lease._seen -= lease.EXPIRES
+
+
+def test_a_driver_that_lost_the_folder_begins_no_video(tmp_path: Path) -> None:
+    folder = BatchFolder(FOLDER, tmp_path)
+
+    class Slow(Fake):
+        def idle(self) -> list[int]:
+            lose(folder)
+            return super().idle()
+
+    replicas = Slow(1)
+
+    def run() -> None:
+        with folder.held():
+            asked = Batch.read('{"prompt": "a fox"}', "a file", folder, Settings())
+            asked.run(replicas, Display())
+
+    with pytest.raises(AtWorkError, match="7 on far has taken over"):
+        run()
+    assert not replicas.order
+
+
+def test_a_driver_that_lost_the_folder_removes_nothing_of_the_other(
+    tmp_path: Path,
+) -> None:
+    folder, run = BatchFolder(FOLDER, tmp_path), FOLDER / "runs/+1/video-0/tape.json"
+
+    def end() -> None:
+        with folder.held():
+            run.write_bytes(b"{}")
+            lose(folder)
+
+    with pytest.raises(AtWorkError, match="7 on far has taken over"):
+        end()
+    assert run.exists()
 
 
 def test_a_store_that_replaces_whatever_it_is_told_shows_the_other_driver(
